@@ -1,0 +1,27 @@
+"""Discovery of installed tiers: which there are, what they declare, and how one is opened.
+
+A tier package names its entry-point module in the group ``kv_core.tiers``::
+
+    [project.entry-points."kv_core.tiers"]
+    acme = "kv_tier_acme"
+
+and that module implements the hooks of :mod:`kv_core.plugins.hookspecs`, marked with
+``kv_core.hookimpl``. Listing tiers imports none of them; asking for one imports only that one.
+"""
+
+from kv_core.plugins import hookspecs
+from kv_core.plugins._installed import ENTRY_POINT_GROUP, InstalledTier
+from kv_core.plugins._open import OpenTier, open_tier
+from kv_core.plugins._registry import TierRegistry
+from kv_core.plugins._settings import TierSettings, parse_secondary_tiers
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "InstalledTier",
+    "OpenTier",
+    "TierRegistry",
+    "TierSettings",
+    "hookspecs",
+    "open_tier",
+    "parse_secondary_tiers",
+]

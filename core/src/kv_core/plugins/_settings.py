@@ -1,0 +1,114 @@
+"""The list of secondary tiers, as users write it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from kv_core.errors import ConfigError
+
+__all__ = ["RESERVED_KEYS", "TierSettings", "parse_secondary_tiers"]
+
+_NOT_YET: Final = frozenset({"fill_on_promotion", "mode"})
+
+RESERVED_KEYS: Final = frozenset({"name", "type"}) | _NOT_YET
+"""Keys of an entry that belong to the engine; no tier can have a setting of that name."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+# Events and statistics name the media of the engine itself in the same place as tiers.
+_MEDIA: Final = frozenset({"cpu", "gpu"})
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """One entry of ``secondary_tiers``, split into what the engine and what the tier reads.
+
+    Attributes:
+        type: Type of the tier.
+        name: Name of this instance, unique among its neighbours; default the type.
+        settings: All other keys, not validated yet. May hold secrets, hence not in the repr.
+    """
+
+    type: str
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+
+
+def parse_secondary_tiers(entries: object) -> tuple[TierSettings, ...]:
+    """Read the value of ``secondary_tiers``.
+
+    The order is kept: lookups ask the tiers from first to last.
+
+    Args:
+        entries: A list of mappings with the keys ``type``, optionally ``name``, and the settings
+            of the tier. ``None`` and an empty list mean no secondary tier.
+
+    Raises:
+        ConfigError: The list or an entry has another form, or two entries have one name.
+    """
+    if entries is None:
+        return ()
+    if isinstance(entries, (str, bytes)) or not isinstance(entries, Sequence):
+        raise ConfigError(
+            "'secondary_tiers' must be a list with one mapping for each tier, for example "
+            f'[{{"type": "fs", "root": "..."}}], found a value of type {type(entries).__name__}',
+            setting="secondary_tiers",
+        )
+    parsed: dict[str, TierSettings] = {}
+    for index, entry in enumerate(entries):
+        tier = _parse_entry(entry, f"secondary_tiers[{index}]")
+        if tier.name in parsed:
+            raise ConfigError(
+                f"two secondary tiers are named {tier.name!r}. The name defaults to the type; "
+                "give each tier of one type a 'name' of its own",
+                setting=f"secondary_tiers[{index}].name",
+            )
+        parsed[tier.name] = tier
+    return tuple(parsed.values())
+
+
+def _parse_entry(entry: object, where: str) -> TierSettings:
+    # Values are never repeated in a message: the entry may hold secrets.
+    if not isinstance(entry, Mapping):
+        raise ConfigError(
+            f"'{where}' must be a mapping with the key 'type' and the settings of the tier, "
+            f"found a value of type {type(entry).__name__}",
+            setting=where,
+        )
+    if "type" not in entry:
+        raise ConfigError(
+            f"'{where}.type' is missing; set it to the type of an installed tier ('kv-core tiers' "
+            "lists them)",
+            setting=f"{where}.type",
+        )
+    tier_type = _word(entry["type"], f"{where}.type")
+    name = _word(entry.get("name", tier_type), f"{where}.name")
+    if name.lower() in _MEDIA:
+        raise ConfigError(
+            f"'{where}.name' must not be {name!r}, which names a medium of the engine itself",
+            setting=f"{where}.name",
+        )
+    for key in entry:
+        if not isinstance(key, str):
+            raise ConfigError(f"'{where}' has a key that is no string: {key!r}", setting=where)
+        if key in _NOT_YET:
+            raise ConfigError(
+                f"'{where}.{key}' is reserved for a later version of kv-core; remove it",
+                setting=f"{where}.{key}",
+            )
+    settings = {key: value for key, value in entry.items() if key not in RESERVED_KEYS}
+    return TierSettings(tier_type, name, MappingProxyType(settings))
+
+
+def _word(value: object, setting: str) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ConfigError(
+            f"{setting!r} must be a word of letters, digits, '_', '.' and '-' that starts with a "
+            f"letter or digit, found {value!r}",
+            setting=setting,
+        )
+    return value
