@@ -1,0 +1,155 @@
+"""Copies through torch, one ``copy_`` per range: works for every device torch knows.
+
+Used for CUDA memory until a faster back end takes over; exercised with CPU tensors in the
+tests, and not yet run on real CUDA hardware. All state belongs to the worker's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+from kv_core.device._canonical import tensor_address
+from kv_core.errors import EngineStateError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kv_core.device.copy._protocol import CopyBatch, CopyStream
+
+__all__ = ["TorchCopyBackend"]
+
+
+@final
+class TorchCopyBackend:
+    """Copies between any two of a set of torch tensors.
+
+    Addresses alone are not enough for torch, so the back end is given the tensors that ranges
+    may lie in.
+    """
+
+    name: Final = "torch"
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Register memory.
+
+        Args:
+            tensors: int8 tensors, on any device, that do not overlap in address space.
+        """
+        self._memory = _Memory(tensors)
+        self._cuda_device = next((t.device for t in tensors if t.device.type == "cuda"), None)
+
+    def open_stream(self, name: str) -> CopyStream:  # noqa: ARG002 - torch streams have no name
+        """Open a CUDA stream where a tensor is on CUDA; else copies run in ``submit``."""
+        return _TorchStream(self._memory, self._cuda_device)
+
+
+@final
+class _Memory:
+    """Finds the tensor that an address range lies in."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        ordered = sorted(tensors, key=tensor_address)
+        self._flat = [tensor.as_strided((_extent(tensor),), (1,)) for tensor in ordered]
+        self._starts = np.array([tensor_address(tensor) for tensor in ordered], dtype=np.int64)
+        self._ends = self._starts + np.array([len(flat) for flat in self._flat], dtype=np.int64)
+
+    def ranges(
+        self, addresses: np.ndarray[Any, np.dtype[np.int64]], sizes: np.ndarray[Any, Any]
+    ) -> list[torch.Tensor]:
+        owners = np.searchsorted(self._starts, addresses, side="right") - 1
+        if len(addresses) and (owners.min() < 0 or (addresses + sizes > self._ends[owners]).any()):
+            raise ValueError("a copy range lies in none of the registered tensors")
+        offsets = addresses - self._starts[owners]
+        return [
+            self._flat[owner][offset : offset + size]
+            for owner, offset, size in zip(
+                owners.tolist(), offsets.tolist(), sizes.tolist(), strict=True
+            )
+        ]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first to past the last element of a strided int8 tensor."""
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+@final
+class _TorchStream:
+    def __init__(self, memory: _Memory, cuda_device: torch.device | None) -> None:
+        self._memory = memory
+        self._closed = False
+        self._stream: torch.cuda.Stream | None = None
+        if cuda_device is not None:
+            import torch
+
+            self._stream = torch.cuda.Stream(device=cuda_device)
+
+    def submit(self, batch: CopyBatch) -> _TorchTicket:
+        if self._closed:
+            raise EngineStateError("the copy stream is closed")
+        sources = self._memory.ranges(batch.sources, batch.sizes)
+        destinations = self._memory.ranges(batch.destinations, batch.sizes)
+        ticket = _TorchTicket()
+        if self._stream is None:
+            _copy_all(sources, destinations)
+            ticket.end()
+            return ticket
+        import torch
+
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # After the writers of the source and the readers of the destination.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            start.record()
+            _copy_all(sources, destinations)
+            end.record()
+        ticket.follow(start, end)
+        return ticket
+
+    def close(self) -> None:
+        self._closed = True
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _copy_all(sources: list[torch.Tensor], destinations: list[torch.Tensor]) -> None:
+    for source, destination in zip(sources, destinations, strict=True):
+        destination.copy_(source, non_blocking=True)
+
+
+@final
+class _TorchTicket:
+    """The outcome of a batch: known at once on the CPU, through events on CUDA."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._started = time.perf_counter()
+        self._elapsed_seconds = 0.0
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def end(self) -> None:
+        self._elapsed_seconds = time.perf_counter() - self._started
+
+    def follow(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._events = (start, end)
+
+    def done(self) -> bool:
+        return self._events is None or self._events[1].query()
+
+    def wait(self) -> None:
+        if self._events is not None:
+            self._events[1].synchronize()
+
+    @property
+    def elapsed_seconds(self) -> float:
+        if self._events is None:
+            return self._elapsed_seconds
+        start, end = self._events
+        return start.elapsed_time(end) / 1000

@@ -1,0 +1,12 @@
+"""Three levels: the primary tier in CPU memory and any number of secondary tiers below it.
+
+Stores cascade: once a block is confirmed in the primary tier, every secondary tier is given a
+copy. Loads promote: a block found in a secondary tier is read into a reserved slot of the
+primary tier, from where the worker copies it to the GPU.
+"""
+
+from kv_core.tiering._config import TieringConfig
+from kv_core.tiering._manager import TieringOffloadingManager
+from kv_core.tiering._observer import JobObserver, JobReport
+
+__all__ = ["JobObserver", "JobReport", "TieringConfig", "TieringOffloadingManager"]
