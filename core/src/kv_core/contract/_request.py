@@ -25,7 +25,7 @@ class ReqContext:
     """
 
     req_id: str
-    kv_transfer_params: Mapping[str, Any] = field(default=_NO_PARAMS, hash=False)
+    kv_transfer_params: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMS, hash=False)
 
 
 class OffloadPolicy(enum.Enum):
