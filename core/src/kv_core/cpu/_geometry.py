@@ -1,0 +1,76 @@
+"""How the primary tier is cut into slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kv_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kv_core.engine import OffloadingConfig
+
+__all__ = ["ROW_ALIGNMENT_BYTES", "PrimaryGeometry"]
+
+ROW_ALIGNMENT_BYTES: Final = 4096
+"""Rows begin on page boundaries: direct I/O and pinning work on whole pages."""
+
+_SETTING: Final = "cpu_bytes_to_use"
+
+
+@dataclass(frozen=True, slots=True)
+class PrimaryGeometry:
+    """Shape of the primary tier: ``num_blocks`` rows of ``row_stride`` bytes.
+
+    A row holds one offloaded block: the page of worker 0, of worker 1, and so on, then padding.
+
+    Attributes:
+        num_blocks: Rows.
+        num_workers: Pages in a row.
+        worker_page_bytes: Bytes of one worker's page.
+        row_stride: Bytes from one row to the next, a multiple of 4096.
+        block_bytes: Bytes of a row that move as one block: the whole row.
+    """
+
+    num_blocks: int
+    num_workers: int
+    worker_page_bytes: int
+    row_stride: int
+    block_bytes: int
+
+    @classmethod
+    def from_config(cls, config: OffloadingConfig) -> PrimaryGeometry:
+        """Compute the geometry that ``cpu_bytes_to_use`` affords.
+
+        Raises:
+            ConfigError: ``cpu_bytes_to_use`` is missing, not a positive integer, or too little
+                for one block.
+        """
+        page_bytes = config.worker_block_bytes * config.block_size_factor
+        pages_bytes = page_bytes * config.num_workers
+        row_stride = -(-pages_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+        budget = config.extra_config.get(_SETTING)
+        if budget is None:
+            raise ConfigError(
+                f"{_SETTING!r} is missing: set it to the bytes of CPU memory that the KV cache "
+                f"may use (one block needs {row_stride} bytes)",
+                setting=_SETTING,
+            )
+        if type(budget) is not int or budget < 1:
+            raise ConfigError(
+                f"{_SETTING!r} must be a positive integer, found {budget!r}", setting=_SETTING
+            )
+        if budget < row_stride:
+            raise ConfigError(
+                f"{_SETTING!r} is {budget} bytes, but one block needs {row_stride} bytes "
+                f"({config.num_workers} workers x {page_bytes} bytes, rounded up to "
+                f"{ROW_ALIGNMENT_BYTES})",
+                setting=_SETTING,
+            )
+        return cls(
+            num_blocks=budget // row_stride,
+            num_workers=config.num_workers,
+            worker_page_bytes=page_bytes,
+            row_stride=row_stride,
+            block_bytes=row_stride,
+        )
