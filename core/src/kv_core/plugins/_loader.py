@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import pluggy
@@ -42,6 +43,12 @@ def load_plugin(installed: InstalledTier) -> Hooks:
             f"--force-reinstall {installed.distribution}' or remove it with 'pip uninstall "
             f"{installed.distribution}'",
         ) from error
+    if not isinstance(module, ModuleType):
+        raise _broken(
+            installed,
+            f"has the entry point '{installed.entry_point.value}', which names a "
+            f"{type(module).__name__}, expected a module",
+        )
     _refuse_unmarked_hooks(module, installed)
     manager = pluggy.PluginManager("kv_core")
     manager.add_hookspecs(hookspecs)
@@ -94,7 +101,7 @@ def register_tier(hooks: Hooks, installed: InstalledTier) -> TierSpec:
     return spec
 
 
-def _refuse_unmarked_hooks(module: object, installed: InstalledTier) -> None:
+def _refuse_unmarked_hooks(module: ModuleType, installed: InstalledTier) -> None:
     """Find functions that look like hooks but would be ignored by pluggy."""
     for name, value in vars(module).items():
         if not name.startswith(_PREFIX) or not inspect.isroutine(value):
