@@ -9,7 +9,7 @@ checking. Do not "share" code between the two.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, cast, final
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class BlockChecker:
         self._lane_of_word: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
         self._page_of_word: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
 
-    def count_wrong_bytes(self, key: bytes, data: Buffer) -> int:
+    def count_wrong_bytes(self, key: bytes, data: Buffer | npt.NDArray[np.uint8]) -> int:
         """Return how many bytes of ``data`` differ from the content of the block ``key``.
 
         Args:
@@ -42,7 +42,7 @@ class BlockChecker:
         Raises:
             ValueError: ``data`` is not contiguous.
         """
-        view = memoryview(data)
+        view = memoryview(cast("Buffer", data))  # an array is one, as its types say from 3.12 on
         if not view.c_contiguous:
             raise ValueError("the bytes to check must be contiguous, found strided memory")
         if view.nbytes == 0:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
@@ -37,7 +37,7 @@ _MASK: Final = 2**64 - 1
 _LANES: Final = 2**18
 
 
-def fill_block(key: bytes, out: Buffer) -> None:
+def fill_block(key: bytes, out: Buffer | npt.NDArray[np.uint8]) -> None:
     """Write the content of a block.
 
     Args:
@@ -65,7 +65,7 @@ def fill_block(key: bytes, out: Buffer) -> None:
         target[-rest:] = np.frombuffer(last.to_bytes(8, "little"), dtype=np.uint8)[:rest]
 
 
-def poison(out: Buffer) -> None:
+def poison(out: Buffer | npt.NDArray[np.uint8]) -> None:
     """Fill memory with :data:`POISON_BYTE`, which no key yields: what is read later was written.
 
     Args:
@@ -77,9 +77,9 @@ def poison(out: Buffer) -> None:
     _writable(out).fill(POISON_BYTE)
 
 
-def _writable(out: Buffer) -> npt.NDArray[np.uint8]:
+def _writable(out: Buffer | npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     # frombuffer refuses empty memory and, with a message about buffers, memory with gaps.
-    view = memoryview(out)
+    view = memoryview(cast("Buffer", out))  # an array is one, which its types say from 3.12 on
     if view.readonly or not view.c_contiguous:
         raise ValueError(
             "a block is written into writable, contiguous memory; found "
