@@ -94,9 +94,10 @@ class GuardedTier:
         return True
 
     def finished(self) -> list[tuple[JobMetadata, tuple[int, ...], JobResult]]:
-        """Return newly finished jobs; late, repeated and unknown results are logged and dropped."""
-        results = self._call(
-            "get_finished_jobs", lambda: list(self._manager.get_finished_jobs()), []
+        """Return newly finished jobs; repeated and unknown results are logged and dropped."""
+        nothing: list[JobResult] = []
+        results: list[JobResult] = self._call(
+            "get_finished_jobs", lambda: list(self._manager.get_finished_jobs()), nothing
         )
         known = []
         for result in results:

@@ -405,6 +405,11 @@ class TieringOffloadingManager(OffloadingManager):
                         tier, context, keys, block_ids[part], generations, succeeded=frozenset()
                     )
 
+    @property
+    def num_jobs_in_flight(self) -> int:
+        """Jobs between the primary tier and secondary tiers that have not been reported."""
+        return sum(len(tier.jobs) for tier in self._tiers)
+
     @override
     def has_pending_work(self) -> bool:
         return bool(self._queued) or any(tier.has_pending_work() for tier in self._tiers)

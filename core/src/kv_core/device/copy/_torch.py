@@ -75,9 +75,10 @@ class _Memory:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first to past the last element of a strided int8 tensor."""
-    return 1 + sum(
+    last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
+    return int(last) + 1
 
 
 @final
@@ -141,7 +142,7 @@ class _TorchTicket:
         self._events = (start, end)
 
     def done(self) -> bool:
-        return self._events is None or self._events[1].query()
+        return self._events is None or bool(self._events[1].query())
 
     def wait(self) -> None:
         if self._events is not None:
@@ -152,4 +153,4 @@ class _TorchTicket:
         if self._events is None:
             return self._elapsed_seconds
         start, end = self._events
-        return start.elapsed_time(end) / 1000
+        return float(start.elapsed_time(end)) / 1000

@@ -1,0 +1,294 @@
+"""The offloading specs: two levels (CPU) and three (CPU and secondary tiers)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+
+from pydantic import ValidationError
+from typing_extensions import override
+
+from kv_core.contract import NullMetrics, PrimaryView
+from kv_core.cpu import (
+    CPUOffloadingManager,
+    CPUPrimaryTierOffloadingManager,
+    FilterReusedOffloadingManager,
+    PrimaryGeometry,
+    SharedOffloadRegion,
+)
+from kv_core.device import CanonicalKVCaches, CpuGpuOffloadingHandlers
+from kv_core.device.copy import HostCopyBackend
+from kv_core.engine import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadingSpec,
+    OffloadingSpecFactory,
+)
+from kv_core.errors import ConfigError, RegionError
+from kv_core.plugins import TierRegistry, open_tier, parse_secondary_tiers
+from kv_core.tiering import TieringConfig, TieringOffloadingManager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from kv_core.contract import Clock
+    from kv_core.device.copy import CopyBackend
+    from kv_core.engine import LoadStoreSpec, OffloadingConfig, OffloadingHandler, OffloadingManager
+    from kv_core.plugins import OpenTier, TierSettings
+    from kv_core.tiering import JobObserver
+
+__all__ = ["SPEC_FACTORY", "CPUOffloadingSpec", "HostBackedSpec", "TieringOffloadingSpec"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+CopyBackendFactory: TypeAlias = "Callable[[Sequence[npt.NDArray[np.int8]]], CopyBackend]"
+"""Makes a copy back end, given the worker's part of the primary tier."""
+
+
+def _host_backend(cpu_tensors: Sequence[npt.NDArray[np.int8]]) -> CopyBackend:  # noqa: ARG001
+    return HostCopyBackend()
+
+
+class HostBackedSpec(OffloadingSpec):
+    """A spec whose primary tier is a shared region of this host.
+
+    Scheduler and worker of one process use one object, and so one region.
+    """
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        *,
+        slot_freed: Callable[[int], None] | None = None,
+        copy_backend: CopyBackendFactory = _host_backend,
+    ) -> None:
+        """Prepare; the region is created when the manager or the handlers are asked for.
+
+        Args:
+            config: The configuration.
+            slot_freed: Called with the id of a slot whose content became meaningless.
+            copy_backend: Makes the copy back end of the worker.
+
+        Raises:
+            ConfigError: Sizes do not fit.
+        """
+        super().__init__(config)
+        self.geometry = PrimaryGeometry.from_config(config)
+        self._slot_freed = slot_freed
+        self._copy_backend = copy_backend
+        self._region: SharedOffloadRegion | None = None
+        self._primary_view: PrimaryView | None = None
+        self._manager: OffloadingManager | None = None
+        self._handlers: CpuGpuOffloadingHandlers | None = None
+
+    @property
+    def primary_view(self) -> PrimaryView:
+        """The primary tier's memory, created on first use."""
+        if self._primary_view is None:
+            view = self._open_region().create_kv_memoryview()
+            self._primary_view = PrimaryView(view, self.geometry.block_bytes)
+        return self._primary_view
+
+    def _open_region(self) -> SharedOffloadRegion:
+        if self._region is None:
+            self._region = SharedOffloadRegion(
+                self.config.engine_id,
+                self.geometry,
+                namespace_fingerprint=self.config.namespace.fingerprint,
+                shm_dir=Path(self.config.extra_config.get("shm_dir", "/dev/shm")),  # noqa: S108
+            )
+        return self._region
+
+    @abstractmethod
+    def _create_manager(self) -> OffloadingManager:
+        """Make the manager."""
+
+    @override
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            self._manager = self._filtered(self._create_manager())
+        return self._manager
+
+    def _filtered(self, manager: OffloadingManager) -> OffloadingManager:
+        """Put the reuse filter in front when the user asked for one."""
+        threshold = self.config.extra_config.get("store_threshold", 0)
+        if type(threshold) is not int or threshold < 0:
+            raise ConfigError(
+                f"'store_threshold' must be an integer >= 0, found {threshold!r}",
+                setting="store_threshold",
+            )
+        if threshold < 2:
+            return manager
+        size = self.config.extra_config.get("max_tracker_size", 64_000)
+        return FilterReusedOffloadingManager(manager, threshold, size)
+
+    @override
+    def get_handlers(
+        self, kv_caches: object
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
+        if not isinstance(kv_caches, CanonicalKVCaches):
+            raise TypeError(
+                f"kv_caches must be CanonicalKVCaches, found {type(kv_caches).__name__}"
+            )
+        if self._handlers is None:
+            factor = self.config.block_size_factor
+            region = self._open_region()
+            cpu_tensors = [
+                region.create_next_view(0, tensor.page_size_bytes * factor)
+                for tensor in kv_caches.tensors
+            ]
+            self._handlers = CpuGpuOffloadingHandlers(
+                kv_caches, cpu_tensors, factor, self._copy_backend(cpu_tensors)
+            )
+        yield GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu
+        yield CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu
+
+    def shutdown(self) -> None:
+        """Stop the handlers, then the manager, then unmap the region. Idempotent."""
+        if self._handlers is not None:
+            self._handlers.gpu_to_cpu.shutdown()
+            self._handlers.cpu_to_gpu.shutdown()
+            self._handlers = None
+        if self._manager is not None:
+            self._manager.shutdown()
+            self._manager = None
+        if self._primary_view is not None:
+            self._primary_view.release()
+            self._primary_view = None
+        if self._region is not None:
+            try:
+                self._region.close()
+            except RegionError:
+                # Only after I/O that could not be stopped, which the manager has logged: pages
+                # that it may still touch must stay mapped until the process ends.
+                _LOGGER.exception("the shared region stays mapped")
+            self._region = None
+
+
+@final
+class CPUOffloadingSpec(HostBackedSpec):
+    """Two levels: GPU and CPU."""
+
+    @override
+    def _create_manager(self) -> OffloadingManager:
+        extra = self.config.extra_config
+        if extra.get("secondary_tiers"):
+            raise ConfigError(
+                '\'secondary_tiers\' needs "spec_name": "TieringOffloadingSpec"; '
+                "CPUOffloadingSpec has two levels only",
+                setting="secondary_tiers",
+            )
+        return CPUOffloadingManager(
+            self.geometry.num_blocks,
+            extra.get("eviction_policy", "lru"),
+            enable_events=self.config.enable_events,
+            slot_freed=self._slot_freed,
+        )
+
+
+@final
+class TieringOffloadingSpec(HostBackedSpec):
+    """Three levels: GPU, CPU, and secondary tiers in lookup order."""
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        *,
+        slot_freed: Callable[[int], None] | None = None,
+        copy_backend: CopyBackendFactory = _host_backend,
+        registry: TierRegistry | None = None,
+        observer: JobObserver | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Prepare; tiers are opened when the manager is asked for.
+
+        Args:
+            config: The configuration.
+            slot_freed: Called with the id of a slot whose content became meaningless.
+            copy_backend: Makes the copy back end of the worker.
+            registry: Where tier types are looked up; by default what is installed.
+            observer: Told of every finished job of a tier.
+            clock: Monotonic seconds.
+
+        Raises:
+            ConfigError: Sizes or settings do not fit.
+        """
+        super().__init__(config, slot_freed=slot_freed, copy_backend=copy_backend)
+        self._tier_settings = parse_secondary_tiers(config.extra_config.get("secondary_tiers"))
+        self._tiering_config = _tiering_config(config.extra_config)
+        self._registry = registry
+        self._observer = observer
+        self._clock = clock
+        self._tiering: TieringOffloadingManager | None = None
+
+    @property
+    def num_jobs_in_flight(self) -> int:
+        """Jobs between the primary tier and secondary tiers that have not been reported."""
+        return 0 if self._tiering is None else self._tiering.num_jobs_in_flight
+
+    @override
+    def _create_manager(self) -> OffloadingManager:
+        # Unknown types and impossible settings show before memory is taken.
+        registry = self._registry or TierRegistry()
+        for settings in self._tier_settings:
+            registry.spec(settings.type)
+        tiers: list[OpenTier] = []
+        try:
+            for settings in self._tier_settings:
+                tiers.append(self._open(settings, registry))  # noqa: PERF401 - closed on failure
+            primary = CPUPrimaryTierOffloadingManager(
+                self.geometry.num_blocks,
+                self._open_region().create_kv_memoryview(),
+                self.geometry.block_bytes,
+                self.config.extra_config.get("eviction_policy", "lru"),
+                enable_events=self.config.enable_events,
+                slot_freed=self._slot_freed,
+            )
+        except BaseException:
+            for tier in tiers:
+                tier.manager.shutdown()
+            raise
+        self._tiering = TieringOffloadingManager(
+            primary,
+            tiers,
+            config=self._tiering_config,
+            clock=self._clock,
+            observer=self._observer,
+        )
+        return self._tiering
+
+    def _open(self, settings: TierSettings, registry: TierRegistry) -> OpenTier:
+        return open_tier(
+            settings.type,
+            name=settings.name,
+            settings=settings.settings,
+            namespace=self.config.namespace,
+            primary=self.primary_view,
+            clock=self._clock,
+            metrics=NullMetrics(),
+            registry=registry,
+        )
+
+
+def _tiering_config(extra_config: Any) -> TieringConfig:
+    settings = {
+        name: extra_config[name] for name in TieringConfig.model_fields if name in extra_config
+    }
+    try:
+        return TieringConfig.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        setting = str(first["loc"][0])
+        raise ConfigError(f"{setting!r}: {first['msg']}", setting=setting) from None
+
+
+SPEC_FACTORY: Final = OffloadingSpecFactory()
+"""The specs that kv-core brings along."""
+SPEC_FACTORY.register_spec("CPUOffloadingSpec", __name__, "CPUOffloadingSpec")
+SPEC_FACTORY.register_spec("TieringOffloadingSpec", __name__, "TieringOffloadingSpec")

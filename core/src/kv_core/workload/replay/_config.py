@@ -1,0 +1,131 @@
+"""What a replay needs to know besides the trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from kv_core.engine import KVCacheGroupConfig, OffloadingConfig
+from kv_core.errors import ConfigError
+from kv_core.keys import GroupGeometry, Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kv_core.workload._trace import Trace
+
+__all__ = ["ReplayConfig"]
+
+_PAGE_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    """Sizes and limits of one replay.
+
+    The defaults run every trace that the project knows.
+
+    Attributes:
+        cpu_bytes: Bytes of the primary tier.
+        gpu_blocks: Blocks of the GPU pool; one is the null block.
+        block_bytes: Bytes of one GPU block.
+        block_size_factor: GPU blocks in one offloaded block.
+        policy: Eviction policy of the primary tier.
+        secondary_tiers: Settings of the secondary tiers in lookup order; may be empty.
+        max_seqs: Most requests that run or load at the same time; as many may wait.
+        tokens_per_step: Most prompt tokens computed in one step, over all requests.
+        decode_tokens_per_step: Output tokens that a running request gains per step. One step of
+            the replay stands for one prefill-sized step of an engine, during which a decoding
+            request gains several tokens.
+        max_output_tokens: Longest output; longer ones of the trace are cut.
+        stall_deadline_s: Seconds without any progress after which the replay gives up.
+        shm_dir: Folder of the shared region.
+        engine_options: Further settings for the offloading engine.
+    """
+
+    cpu_bytes: int = 64 * 2**20
+    gpu_blocks: int = 4096
+    block_bytes: int = 4096
+    block_size_factor: int = 1
+    policy: str = "lru"
+    secondary_tiers: Sequence[Mapping[str, Any]] = ()
+    max_seqs: int = 16
+    tokens_per_step: int = 8192
+    decode_tokens_per_step: int = 32
+    max_output_tokens: int = 2048
+    stall_deadline_s: float = 60.0
+    shm_dir: str = "/dev/shm"  # noqa: S108 - the shared memory file system, not a temporary file
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("cpu_bytes", 1),
+            ("gpu_blocks", 2),
+            ("block_bytes", 1),
+            ("block_size_factor", 1),
+            ("max_seqs", 1),
+            ("tokens_per_step", 1),
+            ("decode_tokens_per_step", 1),
+            ("max_output_tokens", 0),
+        ):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"{name!r} must be at least {least}, found {value}", setting=name)
+        if self.cpu_bytes < self.row_bytes:
+            raise ConfigError(
+                f"'cpu_bytes' is {self.cpu_bytes}, but one offloaded block takes {self.row_bytes} "
+                f"bytes of the primary tier (blocks are rounded up to {_PAGE_BYTES}); give it room "
+                "for at least one",
+                setting="cpu_bytes",
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one offloaded block takes in the primary tier."""
+        return -(-self.block_bytes * self.block_size_factor // _PAGE_BYTES) * _PAGE_BYTES
+
+    def offloading_config(self, trace: Trace, engine_id: str) -> OffloadingConfig:
+        """Describe the replay to the offloading engine.
+
+        Args:
+            trace: Gives the tokens of a block.
+            engine_id: Unique name of this replay on this host.
+        """
+        layer_names = ("layers.0",)
+        extra: dict[str, Any] = {
+            "cpu_bytes_to_use": self.cpu_bytes,
+            "eviction_policy": self.policy,
+            "blocks_per_chunk": self.block_size_factor,
+            "secondary_tiers": list(self.secondary_tiers),
+            "shm_dir": self.shm_dir,
+            **self.engine_options,
+        }
+        namespace = Namespace(
+            model=f"replay/{trace.format}",
+            model_fingerprint="replay-content-1",
+            revision="local",
+            dtype="int8",
+            kv_layout="replay-flat",
+            groups=(
+                GroupGeometry(
+                    tokens_per_block=trace.block_tokens * self.block_size_factor,
+                    bytes_per_block=self.block_bytes * self.block_size_factor,
+                    num_layers=len(layer_names),
+                ),
+            ),
+            block_bytes=self.row_bytes,
+            tokens_per_hash=trace.block_tokens,
+            block_size_factor=self.block_size_factor,
+            hash_algorithm="trace-chain",
+            hash_seed="0",
+        )
+        return OffloadingConfig(
+            groups=(
+                KVCacheGroupConfig(tokens_per_block=trace.block_tokens, layer_names=layer_names),
+            ),
+            worker_block_bytes=self.block_bytes,
+            tokens_per_cache_block=trace.block_tokens,
+            namespace=namespace,
+            engine_id=engine_id,
+            extra_config=extra,
+        )

@@ -1,0 +1,476 @@
+"""The replay engine: schedules, computes by writing, loads, checks.
+
+All state belongs to the thread that calls :meth:`ReplayEngine.run`. Copies and tier I/O happen
+on threads of the connector's worker and of the tiers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Final, final
+
+from kv_core.connector import (
+    OffloadingConnectorScheduler,
+    OffloadingConnectorWorker,
+    ScheduledRequest,
+    StepSchedule,
+    TieringOffloadingSpec,
+)
+from kv_core.device import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kv_core.errors import RequestTooLargeError
+from kv_core.keys import make_offload_key
+from kv_core.workload._checker import BlockChecker
+from kv_core.workload._content import poison
+from kv_core.workload.replay._measurements import Measurements
+from kv_core.workload.replay._memory import open_gpu_memory
+from kv_core.workload.replay._pool import GpuBlockPool
+from kv_core.workload.replay._report import ReplayReport
+from kv_core.workload.replay._request import ReplayRequest, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kv_core.connector import LoadReport
+    from kv_core.plugins import TierRegistry
+    from kv_core.workload._trace import Trace
+    from kv_core.workload.replay._config import ReplayConfig
+
+__all__ = ["ReplayEngine", "replay_trace"]
+
+_SHORTEST_NAP_S: Final = 20e-6
+_LONGEST_NAP_S: Final = 1e-3
+
+
+def replay_trace(
+    trace: Trace,
+    config: ReplayConfig,
+    *,
+    registry: TierRegistry | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> ReplayReport:
+    """Replay a trace and release everything again.
+
+    Args:
+        trace: The requests.
+        config: Sizes and limits.
+        registry: Where tier types are looked up; by default what is installed.
+        progress: Called with the number of finished requests, now and then.
+
+    Raises:
+        RequestTooLargeError: A request does not fit the GPU pool.
+        KVCoreError: A tier cannot be opened, or memory is lacking.
+    """
+    engine = ReplayEngine(trace, config, registry=registry)
+    try:
+        return engine.run(progress)
+    finally:
+        engine.shutdown()
+
+
+@final
+class _Step:
+    """What is being decided for one step."""
+
+    def __init__(self, tokens: int) -> None:
+        self.budget = tokens
+        self.scheduled: list[tuple[ReplayRequest, int]] = []
+        self.new_req_ids: set[str] = set()
+        self.preempted_req_ids: set[str] = set()
+        self.allocated: set[int] = set()
+
+    def schedule(self, request: ReplayRequest, tokens: int) -> None:
+        self.scheduled.append((request, tokens))
+        self.budget -= tokens
+
+    def unschedule(self, request: ReplayRequest) -> None:
+        self.scheduled = [entry for entry in self.scheduled if entry[0] is not request]
+
+
+@final
+class ReplayEngine:
+    """An inference engine that computes nothing, over the real offloading engine."""
+
+    def __init__(
+        self, trace: Trace, config: ReplayConfig, *, registry: TierRegistry | None = None
+    ) -> None:
+        """Build the whole engine: pool, region, tiers, connector.
+
+        Raises:
+            RequestTooLargeError: A request does not fit the GPU pool.
+            KVCoreError: A tier cannot be opened, or memory is lacking.
+        """
+        self._trace = trace
+        self._config = config
+        self._tokens_per_block = trace.block_tokens
+        self._pool = GpuBlockPool(config.gpu_blocks)
+        self._refuse_requests_too_large()
+        self._measurements = Measurements(config.row_bytes)
+        self._stopwatch = self._measurements.stopwatch
+        self._checker = BlockChecker()
+        self._memory = open_gpu_memory(config.gpu_blocks, config.block_bytes)
+        engine_id = f"replay-{os.getpid()}-{time.monotonic_ns()}"
+        offloading = config.offloading_config(trace, engine_id)
+        spec = TieringOffloadingSpec(
+            offloading,
+            registry=registry,
+            observer=self._measurements,
+            slot_freed=self._poison_slot,
+            copy_backend=self._memory.copy_backend,
+        )
+        self._spec = spec
+        try:
+            self._manager = spec.get_manager()
+            self._primary = spec.primary_view
+            self._scheduler = OffloadingConnectorScheduler(offloading, self._manager)
+            self._worker = OffloadingConnectorWorker(
+                spec, transfer_finished=self._measurements.transfer_finished
+            )
+            self._worker.register_kv_caches(
+                CanonicalKVCaches(
+                    tensors=(CanonicalKVCacheTensor(self._memory.tensor, config.block_bytes),),
+                    group_data_refs=((CanonicalKVCacheRef(0, config.block_bytes),),),
+                )
+            )
+        except BaseException:
+            spec.shutdown()
+            raise
+        self._report = ReplayReport(trace=trace.name, requests=len(trace.requests))
+        self._source: Iterator[ReplayRequest] = (
+            ReplayRequest(request, trace.block_tokens, config.max_output_tokens)
+            for request in trace.requests
+        )
+        self._waiting: deque[ReplayRequest] = deque()
+        self._running: list[ReplayRequest] = []
+        self._loading: dict[str, tuple[ReplayRequest, int, list[str]]] = {}
+
+    def _refuse_requests_too_large(self) -> None:
+        for request in self._trace.requests:
+            output = min(request.output_tokens, self._config.max_output_tokens)
+            needed = -(-(request.prompt_tokens + output) // self._tokens_per_block)
+            if needed > self._pool.num_blocks:
+                raise RequestTooLargeError(
+                    f"request {request.req_id!r} needs {needed} GPU blocks "
+                    f"({request.prompt_tokens} prompt and {output} output tokens, "
+                    f"{self._tokens_per_block} tokens per block), but the pool has "
+                    f"{self._pool.num_blocks}. Give the pool more blocks (--gpu-blocks)",
+                    req_id=request.req_id,
+                    needed_blocks=needed,
+                    pool_blocks=self._pool.num_blocks,
+                )
+
+    def _poison_slot(self, block_id: int) -> None:
+        poison(self._primary.block(block_id))
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def run(self, progress: Callable[[int], None] | None = None) -> ReplayReport:
+        """Run until every request has finished and every transfer has ended.
+
+        Args:
+            progress: Called with the number of finished requests after steps that finished one.
+
+        Returns:
+            The report. ``is_sound`` tells whether all went well; a replay that made no progress
+            for ``stall_deadline_s`` ends early and says so.
+        """
+        started = time.perf_counter()
+        last_progress = started
+        nap_s = _SHORTEST_NAP_S
+        finished = 0
+        while self._has_work():
+            if self._run_step():
+                last_progress, nap_s = time.perf_counter(), _SHORTEST_NAP_S
+            else:
+                if time.perf_counter() - last_progress > self._config.stall_deadline_s:
+                    break
+                with self._stopwatch.measure("waiting for transfers"):
+                    time.sleep(nap_s)
+                nap_s = min(nap_s * 2, _LONGEST_NAP_S)
+            if progress is not None and self._report.requests_finished > finished:
+                finished = self._report.requests_finished
+                progress(finished)
+        self._report.wall_seconds = time.perf_counter() - started
+        self._count_unfinished()
+        self._measurements.complete(self._report)
+        self._report.stores_declined = self._scheduler.stores_declined
+        self._report.stats = dict(self._manager.get_stats())
+        return self._report
+
+    def _has_work(self) -> bool:
+        self._fill_queue()
+        return bool(
+            self._waiting or self._running or self._loading or self._scheduler.has_pending_work()
+        )
+
+    def _fill_queue(self) -> None:
+        missing = self._config.max_seqs - len(self._waiting)
+        if missing > 0:
+            self._waiting.extend(islice(self._source, missing))
+
+    def _count_unfinished(self) -> None:
+        """Account for the blocks of requests that a stalled replay never admitted."""
+        for request in (*self._waiting, *self._source):
+            if not request.was_admitted:
+                self._report.blocks_requested += request.num_blocks
+                self._report.misses += request.num_blocks
+
+    def _run_step(self) -> bool:
+        """Run one step.
+
+        Returns:
+            Whether anything moved: a request computed, or a transfer ended.
+        """
+        step = _Step(self._config.tokens_per_step)
+        with self._stopwatch.measure("scheduling"):
+            self._schedule_running(step)
+            self._schedule_waiting(step)
+            if not step.scheduled and not self._loading and not self._running:
+                self._break_deadlock(step)
+            metadata = self._scheduler.build_connector_meta(self._schedule_of(step))
+        with self._stopwatch.measure("starting transfers"):
+            self._worker.handle_preemptions(metadata)
+        with self._stopwatch.measure("poisoning"):
+            for block_id in step.allocated:
+                # Nothing that was there may pass for what a load or the prefill brings.
+                self._memory.poison(block_id)
+        with self._stopwatch.measure("starting transfers"):
+            self._worker.start_load_kv(metadata)
+        with self._stopwatch.measure("writing prefill"):
+            for request, tokens in step.scheduled:
+                self._compute(request, tokens)
+        with self._stopwatch.measure("finishing transfers"):
+            output = self._worker.get_finished()
+            loads = self._scheduler.update_connector_output(output)
+        self._finish_loads(loads)
+        self._finish_requests(step)
+        self._note_peaks()
+        self._report.steps += 1
+        return bool(step.scheduled or output.finished)
+
+    @staticmethod
+    def _schedule_of(step: _Step) -> StepSchedule:
+        return StepSchedule(
+            scheduled=tuple(
+                ScheduledRequest(request, request.computed_tokens, tokens, (request.block_ids,))
+                for request, tokens in step.scheduled
+            ),
+            new_req_ids=frozenset(step.new_req_ids),
+            preempted_req_ids=frozenset(step.preempted_req_ids),
+            allocated_block_ids=frozenset(step.allocated),
+        )
+
+    # -- scheduling -----------------------------------------------------------------------------
+
+    def _schedule_running(self, step: _Step) -> None:
+        """Go on with running requests, oldest first; the youngest makes room if need be."""
+        for request in tuple(self._running):
+            if step.budget <= 0:
+                break
+            if request.status is Status.RUNNING:
+                tokens = self._next_tokens(request, step.budget)
+                if self._make_room(step, request, tokens):
+                    step.schedule(request, tokens)
+
+    def _next_tokens(self, request: ReplayRequest, budget: int) -> int:
+        known = request.num_tokens - request.computed_tokens
+        if known > 0:
+            return min(known, budget)
+        left = request.num_output_tokens - request.output_tokens
+        return min(left, self._config.decode_tokens_per_step, budget)
+
+    def _make_room(self, step: _Step, request: ReplayRequest, tokens: int) -> bool:
+        while not self._allocate(step, request, request.computed_tokens + tokens):
+            victim = self._running[-1]
+            self._running.remove(victim)
+            self._preempt(step, victim)
+            self._waiting.appendleft(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _allocate(self, step: _Step, request: ReplayRequest, tokens: int) -> bool:
+        """Extend a block table to hold so many tokens."""
+        missing = -(-tokens // self._tokens_per_block) - len(request.block_ids)
+        if missing <= 0:
+            return True
+        block_ids = self._pool.allocate(missing)
+        if block_ids is None:
+            return False
+        request.block_ids.extend(block_ids)
+        step.allocated.update(block_ids)
+        return True
+
+    def _preempt(self, step: _Step, victim: ReplayRequest) -> None:
+        """Take a request's blocks away; it starts over, with what it finds in the caches."""
+        step.unschedule(victim)
+        step.preempted_req_ids.add(victim.req_id)
+        self._pool.release(victim.block_ids)
+        victim.block_ids = []
+        victim.computed_tokens = 0
+        victim.status = Status.WAITING
+        self._report.preemptions += 1
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        """Admit waiting requests in order, as far as seats, tokens and blocks go."""
+        if step.preempted_req_ids:
+            return
+        for request in tuple(self._waiting):
+            seats = self._config.max_seqs - len(self._running) - len(self._loading)
+            if step.budget <= 0 or seats <= 0:
+                break
+            if request.status is Status.WAITING:
+                found = self._find_prefix(request)
+                if found is None:
+                    continue
+                if not self._take_prefix(step, request, *found):
+                    break
+            if request.req_id in self._loading:
+                self._waiting.remove(request)
+                continue
+            tokens = self._next_tokens(request, step.budget)
+            if not self._allocate(step, request, request.computed_tokens + tokens):
+                break
+            self._waiting.remove(request)
+            self._running.append(request)
+            request.status = Status.RUNNING
+            step.new_req_ids.add(request.req_id)
+            step.schedule(request, tokens)
+
+    def _find_prefix(self, request: ReplayRequest) -> tuple[list[int], int] | None:
+        """Ask for the longest prefix: GPU blocks, and tokens that can be loaded after them.
+
+        Returns:
+            ``None`` to ask again in a later step.
+        """
+        # At least one token is computed, to have something to sample from.
+        usable = (request.num_tokens - 1) // self._tokens_per_block
+        gpu_block_ids = self._pool.match_prefix(request.block_hashes[:usable])
+        computed = len(gpu_block_ids) * self._tokens_per_block
+        loadable, _ = self._scheduler.get_num_new_matched_tokens(request, computed)
+        return None if loadable is None else (gpu_block_ids, loadable)
+
+    def _take_prefix(
+        self, step: _Step, request: ReplayRequest, gpu_block_ids: list[int], loadable: int
+    ) -> bool:
+        """Use the GPU blocks and begin the load.
+
+        Returns:
+            ``False`` when the pool has no room for the load.
+        """
+        self._pool.acquire(gpu_block_ids)
+        request.block_ids = list(gpu_block_ids)
+        request.computed_tokens = len(gpu_block_ids) * self._tokens_per_block
+        if not self._allocate(step, request, request.computed_tokens + loadable):
+            self._give_up_prefix(request)
+            return False
+        self._scheduler.update_state_after_alloc(request, (request.block_ids,), loadable)
+        if loadable:
+            levels = self._scheduler.hit_levels(request)
+            self._loading[request.req_id] = (request, loadable, levels)
+            request.status = Status.LOADING
+        else:
+            request.status = Status.LOADED
+            self._count_admission(request, len(gpu_block_ids), [])
+        return True
+
+    def _give_up_prefix(self, request: ReplayRequest) -> None:
+        self._pool.release(request.block_ids)
+        request.block_ids = []
+        request.computed_tokens = 0
+
+    def _break_deadlock(self, step: _Step) -> None:
+        """Let go of blocks when requests with loaded prefixes keep each other from running."""
+        holders = [request for request in self._waiting if request.status is Status.LOADED]
+        if holders:
+            self._preempt(step, holders[-1])
+
+    # -- the forward pass -----------------------------------------------------------------------
+
+    def _compute(self, request: ReplayRequest, tokens: int) -> None:
+        """Write the prompt blocks that this step completes."""
+        before = request.computed_tokens
+        after = before + tokens
+        size = self._tokens_per_block
+        for index in range(before // size, min(after // size, len(request.block_hashes))):
+            block_hash, block_id = request.block_hashes[index], request.block_ids[index]
+            self._memory.fill(block_id, make_offload_key(block_hash, 0))
+            self._pool.register(block_id, block_hash)
+        request.computed_tokens = after
+        request.output_tokens = max(request.output_tokens, after - request.num_prompt_tokens)
+
+    def _finish_loads(self, loads: LoadReport) -> None:
+        for req_id in sorted(loads.loaded_req_ids | loads.failed_req_ids):
+            request, tokens, levels = self._loading.pop(req_id)
+            gpu_blocks = request.computed_tokens // self._tokens_per_block
+            if req_id in loads.failed_req_ids:
+                self._report.loads_failed += 1
+                self._pool.release(request.block_ids[gpu_blocks:])
+                del request.block_ids[gpu_blocks:]
+                levels = []
+            else:
+                with self._stopwatch.measure("verifying loads"):
+                    self._verify(request, gpu_blocks, tokens // self._tokens_per_block)
+                request.computed_tokens += tokens
+                levels = self._level_per_block(levels, gpu_blocks, request.computed_tokens)
+            self._count_admission(request, gpu_blocks, levels)
+            request.status = Status.LOADED
+            self._waiting.appendleft(request)
+
+    def _level_per_block(self, levels: list[str], start: int, computed_tokens: int) -> list[str]:
+        """Spread the levels of offloaded blocks over the GPU blocks they filled."""
+        factor = self._config.block_size_factor
+        first = start // factor
+        stop = computed_tokens // self._tokens_per_block
+        return [levels[index // factor - first] for index in range(start, stop)]
+
+    def _verify(self, request: ReplayRequest, start: int, count: int) -> None:
+        for index in range(start, start + count):
+            block_hash, block_id = request.block_hashes[index], request.block_ids[index]
+            key = make_offload_key(block_hash, 0)
+            wrong = self._checker.count_wrong_bytes(key, self._memory.read(block_id))
+            self._report.bytes_wrong += wrong
+            self._report.blocks_verified += 1
+            if not wrong:
+                self._pool.register(block_id, block_hash)
+
+    def _count_admission(self, request: ReplayRequest, gpu_blocks: int, levels: list[str]) -> None:
+        """Account for a request's prompt blocks, once: when it gets its first blocks."""
+        if request.was_admitted:
+            self._report.blocks_reloaded += len(levels)
+            return
+        request.was_admitted = True
+        hits = self._report.hits
+        for level in ("gpu",) * gpu_blocks + tuple(levels):
+            hits[level] = hits.get(level, 0) + 1
+        found = gpu_blocks + len(levels)
+        self._report.blocks_requested += request.num_blocks
+        self._report.misses += request.num_blocks - found
+        self._report.tokens_saved += found * self._tokens_per_block
+
+    def _finish_requests(self, step: _Step) -> None:
+        for request, _ in step.scheduled:
+            if request.is_complete:
+                self._running.remove(request)
+                request.status = Status.FINISHED
+                self._pool.release(request.block_ids)
+                self._scheduler.request_finished(request)
+                self._report.requests_finished += 1
+
+    def _note_peaks(self) -> None:
+        note = self._measurements.note_peak
+        note("running", len(self._running))
+        note("waiting", len(self._waiting))
+        note("loading", len(self._loading))
+        note("transfers_in_flight", self._scheduler.num_jobs_in_flight)
+        note("jobs_in_flight", self._spec.num_jobs_in_flight)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Release workers, tiers and memory. Idempotent."""
+        self._worker.shutdown()
+        self._scheduler.shutdown()
+        self._spec.shutdown()

@@ -1,0 +1,114 @@
+"""The memory of the GPU pool: CUDA where there is a device, else host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, final
+
+import numpy as np
+
+from kv_core.device.copy import HostCopyBackend, TorchCopyBackend
+from kv_core.workload._content import fill_block, poison
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    import torch
+
+    from kv_core.device import KVTensor
+    from kv_core.device.copy import CopyBackend
+
+__all__ = ["GpuMemory", "HostGpuMemory", "TorchGpuMemory", "open_gpu_memory"]
+
+
+class GpuMemory(Protocol):
+    """Pages of the GPU pool, one per block."""
+
+    @property
+    def tensor(self) -> KVTensor:
+        """int8, shape ``(num_blocks, block_bytes)``."""
+
+    def copy_backend(self, cpu_tensors: Sequence[npt.NDArray[np.int8]]) -> CopyBackend:
+        """Return a back end that copies between this memory and the primary tier."""
+
+    def fill(self, block_id: int, key: bytes) -> None:
+        """Write the content of a block."""
+
+    def poison(self, block_id: int) -> None:
+        """Destroy the content of a block."""
+
+    def read(self, block_id: int) -> memoryview:
+        """Return the content of a block, in host memory, valid until the next call."""
+
+
+@final
+class HostGpuMemory:
+    """A pool in host memory, for machines without a GPU."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.tensor: npt.NDArray[np.int8] = np.zeros((num_blocks, block_bytes), dtype=np.int8)
+        self._view = self.tensor.data.cast("B")
+        self._block_bytes = block_bytes
+
+    def copy_backend(self, cpu_tensors: Sequence[npt.NDArray[np.int8]]) -> CopyBackend:  # noqa: ARG002
+        """Return the host back end, which takes any address."""
+        return HostCopyBackend()
+
+    def fill(self, block_id: int, key: bytes) -> None:
+        """Write the content of a block."""
+        fill_block(key, self.read(block_id))
+
+    def poison(self, block_id: int) -> None:
+        """Destroy the content of a block."""
+        poison(self.read(block_id))
+
+    def read(self, block_id: int) -> memoryview:
+        """Return the block itself."""
+        start = block_id * self._block_bytes
+        return self._view[start : start + self._block_bytes]
+
+
+@final
+class TorchGpuMemory:
+    """A pool in a torch tensor, on a CUDA device as a rule."""
+
+    def __init__(self, num_blocks: int, block_bytes: int, device: str) -> None:
+        import torch
+
+        self.tensor: torch.Tensor = torch.zeros(
+            (num_blocks, block_bytes), dtype=torch.int8, device=device
+        )
+        self._scratch = torch.empty(block_bytes, dtype=torch.int8)
+        self._host = memoryview(self._scratch.numpy()).cast("B")
+
+    def copy_backend(self, cpu_tensors: Sequence[npt.NDArray[np.int8]]) -> CopyBackend:
+        """Return the torch back end over the pool and the primary tier."""
+        import torch
+
+        return TorchCopyBackend([self.tensor, *map(torch.from_numpy, cpu_tensors)])
+
+    def fill(self, block_id: int, key: bytes) -> None:
+        """Write the content of a block, by way of host memory."""
+        fill_block(key, self._host)
+        self.tensor[block_id].copy_(self._scratch)
+
+    def poison(self, block_id: int) -> None:
+        """Destroy the content of a block."""
+        poison(self._host)
+        self.tensor[block_id].copy_(self._scratch)
+
+    def read(self, block_id: int) -> memoryview:
+        """Return a copy of the block in host memory."""
+        self._scratch.copy_(self.tensor[block_id])
+        return self._host
+
+
+def open_gpu_memory(num_blocks: int, block_bytes: int) -> GpuMemory:
+    """Allocate a pool: a CUDA tensor when torch sees a device, else host memory."""
+    try:
+        import torch
+    except ImportError:
+        return HostGpuMemory(num_blocks, block_bytes)
+    if torch.cuda.is_available():
+        return TorchGpuMemory(num_blocks, block_bytes, "cuda")
+    return HostGpuMemory(num_blocks, block_bytes)
