@@ -1,0 +1,23 @@
+"""The convenience layer: a conforming tier made of three short functions.
+
+Derive from :class:`ThreadedTier` for a blocking client or from :class:`AsyncioTier` for
+coroutines, and write ``exists``, ``read_block`` and ``write_block``. :class:`AsyncLookup` and
+:class:`LoadFirstPool` are the parts of the kit that a tier written directly on the contract may
+want as well.
+"""
+
+from kv_core.tierkit._config import TierKitConfig
+from kv_core.tierkit._errors import BlockFailure
+from kv_core.tierkit._lookup import AsyncLookup, Prober, Question
+from kv_core.tierkit._pool import LoadFirstPool
+from kv_core.tierkit._threaded import ThreadedTier
+
+__all__ = [
+    "AsyncLookup",
+    "BlockFailure",
+    "LoadFirstPool",
+    "Prober",
+    "Question",
+    "ThreadedTier",
+    "TierKitConfig",
+]

@@ -1,0 +1,315 @@
+"""The scheduler-thread half of a tier: all methods of the contract, none of which blocks.
+
+**Who owns what.** The calling thread (the engine's, one at a time) owns every attribute here;
+``_events`` is a deque that any thread may append to. What runs elsewhere reaches this half only
+through the ledger, the lookups' inbox and that deque.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from abc import abstractmethod
+from collections import deque
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from typing_extensions import override
+
+from kv_core.contract import (
+    ABSENT,
+    OffloadingEvent,
+    RequestOffloadingContext,
+    SecondaryTierManager,
+)
+from kv_core.errors import KVCoreError, TierClosedError, TierOpenError
+from kv_core.tierkit._config import TierKitConfig
+from kv_core.tierkit._errors import describe_error
+from kv_core.tierkit._jobs import JobLedger
+from kv_core.tierkit._lookup import AsyncLookup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from kv_core.contract import (
+        JobId,
+        JobMetadata,
+        JobResult,
+        LookupAnswer,
+        OffloadKey,
+        ReqContext,
+        ScheduleEndContext,
+        TierContext,
+    )
+    from kv_core.tierkit._jobs import Chunk, Executor, Job
+    from kv_core.tierkit._lookup import Prober
+
+__all__ = ["KitTier"]
+
+logger = logging.getLogger(__name__)
+
+# A wait of the whole deadline would end after it.
+_PATIENCE: Final = 0.9
+
+_CLOSED: Final = "the tier has been shut down"
+
+
+class KitTier(SecondaryTierManager):
+    """What :class:`ThreadedTier` and :class:`AsyncioTier` have in common. Not for subclassing.
+
+    Attributes:
+        context: What the tier was given.
+        config: ``context.config``. Narrow the type in the subclass: ``config: MyConfig``.
+        emits_events: Whether :meth:`note_stored` and :meth:`note_removed` become events. Set it
+            when the tier declares ``Capability.EVENTS``.
+    """
+
+    emits_events: ClassVar[bool] = False
+
+    context: TierContext
+    config: TierKitConfig
+
+    @override
+    def __init__(self, context: TierContext) -> None:
+        if not isinstance(context.config, TierKitConfig):
+            raise TypeError(
+                f"{type(self).__name__} needs a config derived from TierKitConfig, found "
+                f"{type(context.config).__name__}: pass it as config_model of the TierSpec"
+            )
+        self.context = context
+        self.config = context.config
+        self._clock = context.clock
+        self._pid = os.getpid()
+        self._closed = False
+        self._released = False
+        self._tickets = itertools.count(1)
+        self._events: deque[tuple[OffloadKey, bool]] = deque()
+        self._store_failures = 0
+        self._load_failures = 0
+        self._target = context.primary
+        self._source = context.primary.as_readonly()
+        try:
+            self._executor, prober = self._open()
+        except BaseException as error:
+            self._source.release()
+            if isinstance(error, KVCoreError) or not isinstance(error, Exception):
+                raise
+            raise TierOpenError(
+                f"tier {context.tier_name!r} cannot be opened: {describe_error(error)}"
+            ) from error
+        self._lookups = AsyncLookup(
+            prober,
+            clock=self._clock,
+            lookup_deadline_s=self.config.lookup_deadline_s,
+            error_backoff_s=self.config.error_backoff_s,
+            probe_now=self._probe_now(),
+        )
+        self._ledger = JobLedger(
+            self._executor,
+            self._run_chunk,
+            clock=self._clock,
+            job_deadline_s=self.config.job_deadline_s,
+            max_chunks=self.config.io_threads,
+        )
+
+    # -- what the two kinds of tier fill in -----------------------------------------------------
+
+    @abstractmethod
+    def _open(self) -> tuple[Executor, Prober]:
+        """Open the storage, then start threads. Leave nothing behind when that fails."""
+
+    @abstractmethod
+    def _run_chunk(self, chunk: Chunk) -> None:
+        """Move the blocks of a chunk and report it to the ledger."""
+
+    @abstractmethod
+    def _stop(self, timeout_s: float) -> bool:
+        """Join all threads and close the storage. ``False``: a thread is stuck in I/O."""
+
+    def _probe_now(self) -> Callable[[OffloadKey], bool] | None:
+        return None
+
+    # -- for the author of a tier ---------------------------------------------------------------
+
+    def note_stored(self, key: OffloadKey) -> None:
+        """Note that a block became present. Thread-safe.
+
+        Call it under the lock that orders the changes of the tier, or events of one key may
+        come out in the wrong order.
+        """
+        if self.emits_events:
+            self._events.append((key, False))
+
+    def note_removed(self, key: OffloadKey) -> None:
+        """Note that a block left the tier, by eviction for example. Thread-safe.
+
+        Remembered lookups of the key are forgotten. Call it as :meth:`note_stored` says.
+        """
+        self._lookups.removed(key, next(self._tickets))
+        if self.emits_events:
+            self._events.append((key, True))
+
+    # -- lookup ---------------------------------------------------------------------------------
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupAnswer:
+        self._check_process()
+        if self._closed:
+            return ABSENT
+        return self._lookups.ask(key, req_context.req_id)
+
+    @override
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> list[LookupAnswer]:
+        self._check_process()
+        if self._closed:
+            return [ABSENT] * len(keys)
+        return self._lookups.ask_many(keys, req_context.req_id)
+
+    # -- jobs -----------------------------------------------------------------------------------
+
+    @override
+    def submit_store(self, job: JobMetadata) -> None:
+        self._check_process()
+        entry = self._ledger.admit(job)
+        if self._closed:
+            self._ledger.refuse(entry, _CLOSED)
+            return
+        entry.tracked = True
+        self._lookups.store_submitted(job.keys)
+        self._ledger.launch(entry)
+
+    @override
+    def submit_load(self, job: JobMetadata) -> None:
+        self._check_process()
+        entry = self._ledger.admit(job)
+        if self._closed:
+            self._ledger.refuse(entry, _CLOSED)
+            return
+        entry.tracked = True
+        entry.claimed = self._lookups.load_submitted(job.keys, job.req_context.req_id)
+        self._ledger.launch(entry)
+
+    @override
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._check_process()
+        jobs = self._ledger.collect()
+        if not jobs:
+            return ()
+        # Removals that happened before these jobs ended must not undo what they report.
+        self._lookups.read_news()
+        return [self._conclude(job) for job in jobs]
+
+    def _conclude(self, job: Job) -> JobResult:
+        metadata = job.metadata
+        failures = job.failures
+        if metadata.is_promotion:
+            self._load_failures += len(failures)
+        else:
+            self._store_failures += len(failures)
+        if job.tracked and metadata.is_promotion:
+            for index, key in enumerate(metadata.keys):
+                self._lookups.load_finished(key, failures.get(index))
+            if job.claimed:
+                failed = {metadata.keys[index] for index in failures}
+                self._lookups.settle_hits(job.claimed, failed, metadata.req_context.req_id)
+        elif job.tracked:
+            for index, key in enumerate(metadata.keys):
+                self._lookups.store_finished(
+                    key, stored=index not in failures, ticket=job.tickets[index]
+                )
+        return job.result()
+
+    @override
+    def drain_jobs(self) -> Collection[JobId]:
+        self._check_process()
+        patience_s = self.config.job_deadline_s * _PATIENCE
+        if not self._ledger.wait_until_idle(patience_s):
+            self._ledger.cancel("cancelled by a drain")
+            self._ledger.wait_until_idle(self.config.job_deadline_s - patience_s)
+        return self._ledger.unfinished_ids()
+
+    # -- requests and steps ---------------------------------------------------------------------
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._check_process()
+        self._lookups.request_started(req_context.req_id)
+        return RequestOffloadingContext()
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._check_process()
+        self._lookups.request_finished(req_context.req_id)
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._check_process()
+        if not self._closed:
+            self._lookups.end_step()
+
+    @override
+    def has_pending_work(self) -> bool:
+        self._check_process()
+        return self._ledger.has_jobs() or (not self._closed and self._lookups.has_open_questions())
+
+    # -- observation ----------------------------------------------------------------------------
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        self._check_process()
+        events: list[OffloadingEvent] = []
+        run: list[OffloadKey] = []
+        run_removed = False
+        while self._events:
+            key, removed = self._events.popleft()
+            if run and removed != run_removed:
+                events.append(OffloadingEvent(tuple(run), self.context.tier_name, run_removed))
+                run = []
+            run_removed = removed
+            run.append(key)
+        if run:
+            events.append(OffloadingEvent(tuple(run), self.context.tier_name, run_removed))
+        return events
+
+    @override
+    def get_stats(self) -> Mapping[str, float]:
+        self._check_process()
+        return {
+            **self._lookups.stats(),
+            "store_failures": float(self._store_failures),
+            "load_failures": float(self._load_failures),
+            "stalled_jobs": float(self._ledger.stalled_jobs),
+        }
+
+    # -- end ------------------------------------------------------------------------------------
+
+    @override
+    def shutdown(self) -> Collection[JobId]:
+        self._check_process()
+        if not self._released:
+            first = not self._closed
+            self._closed = True
+            self._ledger.cancel("cancelled by the shutdown of the tier")
+            # Again after a thread was stuck: it may have come back, but nobody waits for it.
+            patience_s = self.config.job_deadline_s * _PATIENCE if first else 0.0
+            if self._stop(patience_s):
+                self._released = True
+                self._source.release()
+            else:
+                logger.warning(
+                    "tier %r: I/O did not end within %g s of the shutdown; its threads and "
+                    "descriptors are left behind",
+                    self.context.tier_name,
+                    patience_s,
+                )
+        return self._ledger.unfinished_ids()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise TierClosedError(
+                f"tier {self.context.tier_name!r} was opened by process {self._pid} and cannot be "
+                f"used in its fork {os.getpid()}, which has none of its threads: open the tier in "
+                "the process that uses it"
+            )

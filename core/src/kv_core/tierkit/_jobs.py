@@ -1,0 +1,333 @@
+"""The ledger of jobs: each is split, run in pieces, and reported exactly once.
+
+**Who owns what.** The calling thread owns ``_jobs`` and the counters. A chunk belongs to the
+executor's queue, then to the thread that runs it; whoever ends it, by running or by withdrawing
+it, hands in one :class:`ChunkReport`. ``_idle``'s lock guards what reports change (``open_chunks``
+and the totals of a job, ``_finished`` and ``_unfinished``) and is never held during I/O.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from kv_core.contract import JobError, JobErrorKind, JobResult
+from kv_core.tierkit._errors import SERIOUSNESS, BlockFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kv_core.contract import Clock, JobId, JobMetadata, OffloadKey
+
+__all__ = ["Chunk", "ChunkReport", "Executor", "Job", "JobLedger"]
+
+_NEVER: Final = float("inf")
+
+
+@final
+class Chunk:
+    """A run of consecutive blocks of a job, moved one after the other. Callable: runs itself.
+
+    Attributes:
+        job: The job.
+        start: Index of the first block.
+        stop: Index after the last block.
+    """
+
+    __slots__ = ("_run", "job", "start", "stop")
+
+    def __init__(self, job: Job, start: int, stop: int, run: Callable[[Chunk], None]) -> None:
+        self.job = job
+        self.start = start
+        self.stop = stop
+        self._run = run
+
+    def __call__(self) -> None:
+        self._run(self)
+
+
+@final
+class Job:
+    """One submitted job.
+
+    Attributes:
+        metadata: What the engine submitted.
+        block_ids: Its block ids, as a list.
+        deadline: On the clock; after it no further block is begun.
+        chunks: The pieces.
+        tickets: Per block, the ticket drawn before its transfer.
+        tracked: Whether the lookups were told of the job.
+        claimed: Keys whose counted hits a load is to make good.
+        withdrawn: Set when no further block may be begun.
+        overdue: Set when the deadline passed before the end.
+        stalled: Set when the job has been counted as stalled.
+        open_chunks: Chunks that have not been reported.
+        failures: Failed blocks, by index.
+        moved_bytes: Bytes moved.
+        started: When the first transfer began, on the clock.
+        ended: When the last transfer ended, on the clock.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "chunks",
+        "claimed",
+        "deadline",
+        "ended",
+        "failures",
+        "metadata",
+        "moved_bytes",
+        "open_chunks",
+        "overdue",
+        "stalled",
+        "started",
+        "tickets",
+        "tracked",
+        "withdrawn",
+    )
+
+    def __init__(self, metadata: JobMetadata, deadline: float) -> None:
+        self.metadata = metadata
+        self.block_ids: list[int] = metadata.block_ids.tolist()
+        self.deadline = deadline
+        self.chunks: list[Chunk] = []
+        self.tickets = [0] * len(metadata.keys)
+        self.tracked = False
+        self.claimed: tuple[OffloadKey, ...] = ()
+        self.withdrawn = False
+        self.overdue = False
+        self.stalled = False
+        self.open_chunks = 0
+        self.failures: dict[int, BlockFailure] = {}
+        self.moved_bytes = 0
+        self.started = _NEVER
+        self.ended = -_NEVER
+
+    def result(self) -> JobResult:
+        """Return the outcome. Only after the last chunk was reported."""
+        metadata = self.metadata
+        seconds = max(0.0, self.ended - self.started) if self.started < _NEVER else 0.0
+        if not self.failures:
+            return JobResult(
+                metadata.job_id, True, transfer_time_s=seconds, transfer_bytes=self.moved_bytes
+            )
+        good = tuple(key for i, key in enumerate(metadata.keys) if i not in self.failures)
+        worst = max(self.failures.values(), key=lambda failure: SERIOUSNESS.index(failure.kind))
+        return JobResult(
+            metadata.job_id,
+            False,
+            successful_keys=good,
+            error=JobError(
+                worst.kind,
+                f"{len(self.failures)} of {len(metadata.keys)} block(s): {worst.message}",
+            ),
+            transfer_time_s=seconds,
+            transfer_bytes=self.moved_bytes,
+        )
+
+
+@final
+class ChunkReport:
+    """What became of one chunk. Filled by whoever runs it.
+
+    Attributes:
+        chunk: The chunk.
+        failures: Failed blocks, by index.
+        moved_bytes: Bytes moved.
+        started: When the first transfer began; infinite when none did.
+        ended: When the last transfer ended.
+    """
+
+    __slots__ = ("chunk", "ended", "failures", "moved_bytes", "started")
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+        self.failures: dict[int, BlockFailure] = {}
+        self.moved_bytes = 0
+        self.started = _NEVER
+        self.ended = -_NEVER
+
+    def fail_from(self, index: int, message: str) -> None:
+        """Note that the blocks from ``index`` on were not begun."""
+        failure = BlockFailure(JobErrorKind.STALLED, message, 0)
+        self.failures.update(dict.fromkeys(range(index, self.chunk.stop), failure))
+
+
+class Executor(Protocol):
+    """Whoever runs chunks."""
+
+    def submit(self, chunks: Iterable[Chunk], *, loads: bool) -> None:
+        """Queue chunks. Returns at once."""
+
+    def withdraw(self, chunk: Chunk) -> bool:
+        """Take a chunk back; ``True``: it will never run."""
+
+    def interrupt(self, chunk: Chunk) -> None:
+        """Break off a running chunk, if the tier can withdraw I/O. Returns at once."""
+
+
+@final
+class JobLedger:
+    """Splits jobs, enforces their deadlines, and hands out each outcome once.
+
+    Args:
+        executor: Runs the chunks.
+        run: Runs one chunk and calls :meth:`finish`; on a thread of the executor.
+        clock: Monotonic seconds.
+        job_deadline_s: Deadline of every job.
+        max_chunks: Most chunks of a job.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        run: Callable[[Chunk], None],
+        *,
+        clock: Clock,
+        job_deadline_s: float,
+        max_chunks: int,
+    ) -> None:
+        self._executor = executor
+        self._run = run
+        self._clock = clock
+        self._job_deadline_s = job_deadline_s
+        self._max_chunks = max_chunks
+        self._jobs: dict[JobId, Job] = {}
+        self._next_deadline = _NEVER
+        self._stalled_jobs = 0
+        self._idle = threading.Condition(threading.Lock())
+        self._unfinished = 0
+        self._finished: deque[Job] = deque()
+
+    @property
+    def stalled_jobs(self) -> int:
+        """Jobs that were not done at their deadline."""
+        return self._stalled_jobs
+
+    def has_jobs(self) -> bool:
+        """Say whether jobs are in flight or have not been collected."""
+        return bool(self._jobs)
+
+    # -- the calling thread ---------------------------------------------------------------------
+
+    def admit(self, metadata: JobMetadata) -> Job:
+        """Enter a job and split it. :meth:`launch` begins it."""
+        job = Job(metadata, self._clock() + self._job_deadline_s)
+        count = len(metadata.keys)
+        pieces = min(count, self._max_chunks)
+        if pieces:
+            step, extra = divmod(count, pieces)
+            start = 0
+            for piece in range(pieces):
+                stop = start + step + (piece < extra)
+                job.chunks.append(Chunk(job, start, stop, self._run))
+                start = stop
+        job.open_chunks = pieces
+        self._jobs[metadata.job_id] = job
+        self._next_deadline = min(self._next_deadline, job.deadline)
+        return job
+
+    def launch(self, job: Job) -> None:
+        """Hand the chunks of a job to the executor; an empty job is finished already (JOB-4)."""
+        if not job.chunks:
+            self._finished.append(job)
+            return
+        with self._idle:
+            self._unfinished += 1
+        self._executor.submit(job.chunks, loads=job.metadata.is_promotion)
+
+    def refuse(self, job: Job, message: str) -> None:
+        """End a job that was not launched."""
+        failure = BlockFailure(JobErrorKind.FAILED, message, 0)
+        job.failures = dict.fromkeys(range(len(job.metadata.keys)), failure)
+        job.open_chunks = 0
+        self._finished.append(job)
+
+    def collect(self) -> list[Job]:
+        """Enforce deadlines, then return every job that has finished since the last call."""
+        if self._jobs and self._clock() >= self._next_deadline:
+            self._expire()
+        jobs = []
+        while self._finished:
+            job = self._finished.popleft()
+            del self._jobs[job.metadata.job_id]
+            if job.overdue:
+                self._count_stalled(job)
+            jobs.append(job)
+        return jobs
+
+    def _expire(self) -> None:
+        now = self._clock()
+        self._next_deadline = _NEVER
+        for job in self._jobs.values():
+            if not job.open_chunks or job.stalled:
+                continue
+            if now < job.deadline:
+                self._next_deadline = min(self._next_deadline, job.deadline)
+                continue
+            job.overdue = True
+            self._count_stalled(job)
+            self._cut(job, "the job deadline passed before the transfer began")
+
+    def _count_stalled(self, job: Job) -> None:
+        if not job.stalled:
+            job.stalled = True
+            self._stalled_jobs += 1
+
+    def cancel(self, reason: str) -> None:
+        """Withdraw everything that has not begun, and break off what can be."""
+        for job in list(self._jobs.values()):
+            if job.open_chunks:
+                self._cut(job, reason)
+
+    def _cut(self, job: Job, reason: str) -> None:
+        job.withdrawn = True
+        for chunk in job.chunks:
+            if self._executor.withdraw(chunk):
+                report = ChunkReport(chunk)
+                report.fail_from(chunk.start, reason)
+                self.finish(report)
+            else:
+                self._executor.interrupt(chunk)
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until no chunk is queued or running.
+
+        In real seconds, unlike the deadlines: a wait cannot follow a clock that a test turns.
+
+        Returns:
+            Whether that came true within ``timeout_s``.
+        """
+        end = time.monotonic() + timeout_s
+        with self._idle:
+            while self._unfinished:
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._idle.wait(left)
+        return True
+
+    def unfinished_ids(self) -> tuple[JobId, ...]:
+        """Return the ids of jobs that still touch their slots."""
+        with self._idle:
+            return tuple(job_id for job_id, job in self._jobs.items() if job.open_chunks)
+
+    # -- any thread -----------------------------------------------------------------------------
+
+    def finish(self, report: ChunkReport) -> None:
+        """Take the report of a chunk, once a chunk; the last one finishes the job. Thread-safe."""
+        job = report.chunk.job
+        with self._idle:
+            job.failures.update(report.failures)
+            job.moved_bytes += report.moved_bytes
+            job.started = min(job.started, report.started)
+            job.ended = max(job.ended, report.ended)
+            job.open_chunks -= 1
+            if job.open_chunks:
+                return
+            self._finished.append(job)
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._idle.notify_all()

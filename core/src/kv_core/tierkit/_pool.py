@@ -1,0 +1,177 @@
+"""Threads that serve loads before stores, with one thread always free of stores.
+
+**Who owns what.** The queue and the counters are guarded by ``_changed``'s lock, which is never
+held while a task runs, so the submitting thread never waits for I/O. A task belongs to the queue
+until a thread takes it or ``withdraw`` gets it back; exactly one of the two happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Generic, TypeVar, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["LoadFirstPool", "LoadFirstQueue"]
+
+logger = logging.getLogger(__name__)
+
+TaskT = TypeVar("TaskT")
+
+
+@final
+class LoadFirstQueue(Generic[TaskT]):
+    """Two first-in-first-out queues, and a limit on how many stores run at the same time.
+
+    The limit is what keeps a load from waiting behind a backlog of stores: whoever serves the
+    queue with more hands than the limit always has a hand for loads. Not thread-safe.
+
+    Attributes:
+        max_stores: Most stores that are out at the same time.
+    """
+
+    def __init__(self, max_stores: int) -> None:
+        self.max_stores = max_stores
+        # Ordered by submission; a dict rather than a deque, so that withdrawing is cheap.
+        self._loads: OrderedDict[TaskT, None] = OrderedDict()
+        self._stores: OrderedDict[TaskT, None] = OrderedDict()
+        self._stores_out = 0
+
+    def __len__(self) -> int:
+        return len(self._loads) + len(self._stores)
+
+    def put(self, tasks: Iterable[TaskT], *, loads: bool) -> None:
+        """Queue tasks of one direction."""
+        queue = self._loads if loads else self._stores
+        for task in tasks:
+            queue[task] = None
+
+    def take(self, *, stores_first: bool) -> tuple[TaskT, bool] | None:
+        """Take the next task, or ``None`` when there is none that may run now.
+
+        Returns:
+            The task and whether it is a store; a store is given back with :meth:`store_done`.
+        """
+        may_store = bool(self._stores) and self._stores_out < self.max_stores
+        if self._loads and not (stores_first and may_store):
+            return self._loads.popitem(last=False)[0], False
+        if may_store:
+            self._stores_out += 1
+            return self._stores.popitem(last=False)[0], True
+        return None
+
+    def store_done(self) -> None:
+        """Note that a store that was taken has ended."""
+        self._stores_out -= 1
+
+    def withdraw(self, task: TaskT) -> bool:
+        """Remove a task that nobody has taken yet. ``False``: it was taken."""
+        for queue in (self._loads, self._stores):
+            if task in queue:
+                del queue[task]
+                return True
+        return False
+
+
+@final
+class LoadFirstPool:
+    """Daemon threads over a :class:`LoadFirstQueue`.
+
+    Half of the threads prefer loads and half prefer stores, so neither direction starves the
+    other; with work of one kind only, all threads serve it, except that one thread is never
+    busy with a store.
+
+    A task is called without arguments and should contain its own errors; what it raises all the
+    same is logged, and the thread lives on.
+
+    Attributes:
+        num_threads: Number of threads, at least two.
+    """
+
+    def __init__(self, num_threads: int, *, name: str) -> None:
+        if num_threads < 2:
+            raise ValueError(
+                f"a load-first pool needs at least 2 threads, one of them for loads, found "
+                f"{num_threads}"
+            )
+        self.num_threads = num_threads
+        self._queue: LoadFirstQueue[Callable[[], None]] = LoadFirstQueue(num_threads - 1)
+        self._changed = threading.Condition(threading.Lock())
+        self._stopping = False
+        self._name = name
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the threads. When one cannot be started, the others are stopped again."""
+        try:
+            for index in range(self.num_threads):
+                thread = threading.Thread(
+                    target=self._work,
+                    args=(index % 2 == 1,),
+                    name=f"{self._name}-{index}",
+                    daemon=True,
+                )
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.stop(None)
+            raise
+
+    def submit(self, tasks: Iterable[Callable[[], None]], *, loads: bool) -> None:
+        """Queue tasks. Returns at once."""
+        with self._changed:
+            self._queue.put(tasks, loads=loads)
+            # One wake-up; each thread that takes a task wakes the next. The submitter is the
+            # engine's scheduler, whose time is dearer than that of these threads.
+            self._changed.notify()
+
+    def withdraw(self, task: Callable[[], None]) -> bool:
+        """Take a task back. ``True``: it will never run. ``False``: it runs or has run."""
+        with self._changed:
+            return self._queue.withdraw(task)
+
+    def stop(self, timeout_s: float | None) -> bool:
+        """Let running tasks end, drop queued ones and join the threads. Idempotent.
+
+        Args:
+            timeout_s: Longest wait in seconds, or ``None``.
+
+        Returns:
+            Whether all threads have ended.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self, stores_first: bool) -> None:
+        while True:
+            with self._changed:
+                while (taken := self._take(stores_first=stores_first)) is None:
+                    if self._stopping:
+                        return
+                    self._changed.wait()
+                if len(self._queue):
+                    self._changed.notify()
+            task, is_store = taken
+            try:
+                task()
+            except BaseException:
+                # Nothing a task does may cost the pool a thread.
+                logger.exception("a task of the pool raised")
+            finally:
+                if is_store:
+                    with self._changed:
+                        self._queue.store_done()
+            # A waiting thread must not keep its last task, and what that refers to, alive.
+            del task, taken
+
+    def _take(self, *, stores_first: bool) -> tuple[Callable[[], None], bool] | None:
+        return None if self._stopping else self._queue.take(stores_first=stores_first)

@@ -1,0 +1,316 @@
+"""The base class for tiers over a blocking client: files, sockets, most libraries.
+
+**Who owns what.** The hooks ``exists``, ``read_block``, ``write_block`` and ``retire`` run on
+pool threads, several at a time. A pool thread owns the chunk it runs and its report. The lock of
+a key is held while the key is stored, and while a bad object is read again and retired, so a
+fresh object is never retired in the place of the bad one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Final, final
+
+from typing_extensions import override
+
+from kv_core.contract import JobErrorKind
+from kv_core.tierkit._base import KitTier
+from kv_core.tierkit._errors import (
+    RETIRING_KINDS,
+    BlockFailure,
+    Occasionally,
+    describe_error,
+    load_error_kind,
+    store_error_kind,
+    without_frames,
+)
+from kv_core.tierkit._jobs import ChunkReport
+from kv_core.tierkit._key_locks import KeyLocks
+from kv_core.tierkit._pool import LoadFirstPool
+from kv_core.tierkit._probes import ProbeThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kv_core.contract import OffloadKey, PrimaryView
+    from kv_core.tierkit._jobs import Chunk, Executor, Job
+    from kv_core.tierkit._lookup import Prober, Question
+
+__all__ = ["ThreadedTier"]
+
+logger = logging.getLogger(__name__)
+
+_PROBE_THREADS: Final = 2
+_TOO_LATE: Final = "the job ended before the transfer of this block began"
+
+
+@final
+class _PoolExecutor:
+    """Runs chunks on a pool. What is inside a blocking call cannot be broken off."""
+
+    def __init__(self, pool: LoadFirstPool) -> None:
+        self._pool = pool
+
+    def submit(self, chunks: Iterable[Chunk], *, loads: bool) -> None:
+        self._pool.submit(chunks, loads=loads)
+
+    def withdraw(self, chunk: Chunk) -> bool:
+        return self._pool.withdraw(chunk)
+
+    def interrupt(self, chunk: Chunk) -> None:
+        pass
+
+
+class ThreadedTier(KitTier):
+    """A conforming tier made of three blocking functions.
+
+    Write ``exists``, ``read_block`` and ``write_block``; add ``retire``, ``open`` and ``close``
+    where the storage needs them. They may raise anything: ``BlockMissingError``,
+    ``BlockDamagedError`` and ``BlockDeclinedError`` say what they say, ``ENOSPC`` and ``EDQUOT``
+    count as declined, everything else as a failure of the backend. The kit keeps the rest of the
+    contract: lookups, partial results, deadlines, drains, statistics, shutdown.
+
+    Class of the configuration: derived from :class:`TierKitConfig`.
+
+    Attributes:
+        answers_at_once: Whether ``exists`` never blocks (an index in memory). Lookups then call
+            it on the engine's thread and never answer unknown for lack of a probe. Set it at the
+            latest in :meth:`open`.
+    """
+
+    answers_at_once: bool = False
+
+    # -- to be written --------------------------------------------------------------------------
+
+    @abstractmethod
+    def exists(self, key: OffloadKey) -> bool:
+        """Say whether a block can be loaded. Raise when that cannot be found out."""
+
+    @abstractmethod
+    def read_block(self, key: OffloadKey, buffer: memoryview) -> None:
+        """Fill the buffer, all of it, with a block.
+
+        Args:
+            key: The block.
+            buffer: Flat, writable, of the block's size; shared memory, valid until the return.
+                Its contents are undefined after an error.
+
+        Raises:
+            BlockMissingError: There is no such object.
+            BlockDamagedError: The object is not what was stored.
+        """
+
+    @abstractmethod
+    def write_block(self, key: OffloadKey, data: memoryview) -> int | None:
+        """Store a block, so that other threads and processes see all of it or nothing.
+
+        Never called for one key on two threads at a time. A key that is present already counts
+        as stored.
+
+        Args:
+            key: The block.
+            data: Flat, read-only, of the block's size; shared memory, valid until the return.
+
+        Returns:
+            Bytes moved, for the statistics; ``None`` for all of them.
+
+        Raises:
+            BlockDeclinedError: The tier is full or throttled.
+        """
+
+    def retire(self, key: OffloadKey) -> None:
+        """Remove the object of a block that turned out missing or damaged.
+
+        Called while no store of the key runs in this process, right after a second read failed
+        on the same thread. Without an override the kit answers absent for the key until it has
+        been stored again.
+        """
+
+    def exists_many(self, keys: Sequence[OffloadKey]) -> Sequence[bool | BaseException]:
+        """Answer :meth:`exists` for several keys; an error stands for the answer of its key.
+
+        Override it when the backend takes batches.
+        """
+        answers: list[bool | BaseException] = []
+        for key in keys:
+            try:
+                answers.append(self.exists(key))
+            except BaseException as error:  # noqa: BLE001 - an error of one key stays with it
+                answers.append(without_frames(error))
+        return answers
+
+    def open(self) -> None:
+        """Open the storage, on the constructing thread; before any other hook.
+
+        When it raises, :meth:`close` is called, too: it must cope with a half-open storage.
+        """
+
+    def close(self) -> None:
+        """Close the storage, after the last call of any other hook."""
+
+    # -- life -----------------------------------------------------------------------------------
+
+    @override
+    def _open(self) -> tuple[Executor, Prober]:
+        name = f"kv-{self.context.tier_name}"
+        self._locks = KeyLocks()
+        self._warn_kept = Occasionally(self._clock)
+        self._warn_retire = Occasionally(self._clock)
+        self._pool = LoadFirstPool(self.config.io_threads, name=f"{name}-io")
+        self._probes = ProbeThreads(self._answer, num_threads=_PROBE_THREADS, name=f"{name}-lookup")
+        try:
+            self.open()
+            self._probes.start()
+            self._pool.start()
+        except BaseException:
+            self._probes.stop(None)
+            self._close()
+            raise
+        return _PoolExecutor(self._pool), self._probes
+
+    @override
+    def _stop(self, timeout_s: float) -> bool:
+        end = time.monotonic() + timeout_s
+        if not self._ledger.wait_until_idle(timeout_s):
+            timeout_s = 0.0
+        stopped = self._pool.stop(min(timeout_s, end - time.monotonic()))
+        if not (self._probes.stop(max(0.0, min(timeout_s, end - time.monotonic()))) and stopped):
+            return False
+        self._close()
+        return True
+
+    def _close(self) -> None:
+        try:
+            self.close()
+        except Exception:
+            # The storage is given up either way; an error here must not hide the reason.
+            logger.exception("tier %r: close() raised", self.context.tier_name)
+
+    @override
+    def _probe_now(self) -> Callable[[OffloadKey], bool] | None:
+        return self.exists if self.answers_at_once else None
+
+    # -- probe threads --------------------------------------------------------------------------
+
+    def _answer(self, questions: list[Question]) -> None:
+        answers: Sequence[bool | BaseException]
+        try:
+            answers = self.exists_many([question.key for question in questions])
+        except BaseException as error:  # noqa: BLE001 - the whole batch was not answered
+            answers = [without_frames(error)] * len(questions)
+        for question, answer in zip(questions, answers, strict=True):
+            self._lookups.answer(question, answer)
+
+    # -- pool threads ---------------------------------------------------------------------------
+
+    @override
+    def _run_chunk(self, chunk: Chunk) -> None:
+        job = chunk.job
+        move = self._load_block if job.metadata.is_promotion else self._store_block
+        report = ChunkReport(chunk)
+        try:
+            for index in range(chunk.start, chunk.stop):
+                now = self._clock()
+                if now >= job.deadline:
+                    job.overdue = True
+                if job.overdue or job.withdrawn:
+                    report.fail_from(index, _TOO_LATE)
+                    break
+                if index == chunk.start:
+                    report.started = now
+                outcome = move(job, index)
+                if isinstance(outcome, BlockFailure):
+                    report.failures[index] = outcome
+                else:
+                    report.moved_bytes += outcome
+            report.ended = self._clock()
+        finally:
+            self._ledger.finish(report)
+
+    def _store_block(self, job: Job, index: int) -> BlockFailure | int:
+        key = job.metadata.keys[index]
+        if not self._locks.acquire(key, job.deadline - self._clock()):
+            return BlockFailure(
+                JobErrorKind.STALLED, "another store of the block did not end in time", 0
+            )
+        try:
+            job.tickets[index] = next(self._tickets)
+            moved = self._call(self.write_block, key, self._source, job.block_ids[index])
+        finally:
+            self._locks.release(key)
+        if isinstance(moved, BaseException):
+            return BlockFailure(store_error_kind(moved), describe_error(moved), 0)
+        return self.context.block_bytes if moved is None else moved
+
+    def _load_block(self, job: Job, index: int) -> BlockFailure | int:
+        failure = self._read(job, index)
+        if failure is None:
+            return self.context.block_bytes
+        if failure.kind not in RETIRING_KINDS:
+            return failure
+        key = job.metadata.keys[index]
+        if not self._locks.acquire(key, job.deadline - self._clock()):
+            return failure
+        try:
+            # A store may have replaced the object since: only what is bad now is retired.
+            failure = self._read(job, index)
+            if failure is None:
+                return self.context.block_bytes
+            if failure.kind not in RETIRING_KINDS or not self._retire(key):
+                return failure
+            return BlockFailure(failure.kind, failure.message, failure.ticket, retired=True)
+        finally:
+            self._locks.release(key)
+
+    def _read(self, job: Job, index: int) -> BlockFailure | None:
+        ticket = next(self._tickets)
+        key = job.metadata.keys[index]
+        error = self._call(self.read_block, key, self._target, job.block_ids[index])
+        if isinstance(error, BaseException):
+            return BlockFailure(load_error_kind(error), describe_error(error), ticket)
+        return None
+
+    def _retire(self, key: OffloadKey) -> bool:
+        if type(self).retire is ThreadedTier.retire:
+            return False
+        try:
+            self.retire(key)
+        except BaseException as error:  # noqa: BLE001 - the kit remembers the key instead
+            if self._warn_retire.due():
+                logger.warning(
+                    "tier %r: a bad object could not be removed: %s",
+                    self.context.tier_name,
+                    describe_error(error),
+                )
+            return False
+        return True
+
+    def _call(
+        self,
+        hook: Callable[[OffloadKey, memoryview], int | None],
+        key: OffloadKey,
+        primary: PrimaryView,
+        block_id: int,
+    ) -> int | BaseException | None:
+        """Call a hook with the view of a slot; return what it returns or raises."""
+        outcome: int | BaseException | None
+        view = None
+        try:
+            view = primary.block(block_id)
+            outcome = hook(key, view)
+        except BaseException as error:  # noqa: BLE001 - one block's error fails that block
+            outcome = without_frames(error)
+        try:
+            if view is not None:
+                view.release()
+        except BufferError:
+            # It ends with whatever was made from it; until then the region stays mapped.
+            if self._warn_kept.due():
+                logger.warning(
+                    "tier %r: %s kept a reference to its buffer",
+                    self.context.tier_name,
+                    hook.__name__,
+                )
+        return outcome
