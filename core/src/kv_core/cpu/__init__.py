@@ -3,6 +3,7 @@
 from kv_core.cpu._geometry import ROW_ALIGNMENT_BYTES, PrimaryGeometry
 from kv_core.cpu._manager import CPUOffloadingManager
 from kv_core.cpu._primary import CPUPrimaryTierOffloadingManager, PreparedWrite
+from kv_core.cpu._region import SharedOffloadRegion
 from kv_core.cpu._reuse_filter import FilterReusedOffloadingManager
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "FilterReusedOffloadingManager",
     "PreparedWrite",
     "PrimaryGeometry",
+    "SharedOffloadRegion",
 ]

@@ -27,7 +27,10 @@ class _Union(Collection["OffloadKey"]):
 
     @override
     def __contains__(self, key: object) -> bool:
-        return any(key in part for part in self._parts)
+        for part in self._parts:  # noqa: SIM110 - any() costs a generator for each candidate
+            if key in part:
+                return True
+        return False
 
     @override
     def __iter__(self) -> Iterator[OffloadKey]:
@@ -44,4 +47,6 @@ def protect(*parts: Collection[OffloadKey]) -> Collection[OffloadKey]:
     filled: list[Collection[OffloadKey]] = [
         part if isinstance(part, AbstractSet | dict) else frozenset(part) for part in parts if part
     ]
-    return filled[0] if len(filled) == 1 else _Union(filled)
+    if len(filled) > 1:
+        return _Union(filled)
+    return filled[0] if filled else ()

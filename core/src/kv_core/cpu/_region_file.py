@@ -1,0 +1,161 @@
+"""The file behind a region: exclusive creation, reclaiming, and removal of its name.
+
+A name says little: it may be a leftover of a killed process, or already belong to a successor.
+So ownership is an flock on the inode, and every removal compares inodes first.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from typing import TYPE_CHECKING, Final, final
+
+from kv_core.errors import InsufficientSpaceError, RegionError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["RegionFile"]
+
+_MODE: Final = 0o600
+# Losing the name to somebody who reclaims it is possible once or twice, not for ever.
+_ATTEMPTS: Final = 8
+_NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM})
+
+
+@final
+class RegionFile:
+    """An open, locked file that this process created.
+
+    Attributes:
+        path: Name it was created under.
+        descriptor: Open for reading and writing; the lock lasts as long as it is open.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+
+    @classmethod
+    def create(cls, path: Path) -> RegionFile:
+        """Create the file, empty, mode 0600. A leftover under the name is reclaimed.
+
+        Raises:
+            RegionError: A live process owns the name, or the folder cannot be used.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                descriptor = os.open(
+                    path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE
+                )
+            except FileExistsError:
+                _reclaim(path)
+                continue
+            except OSError as error:
+                raise RegionError(f"the region cannot be created at {path}: {error}") from error
+            # Between creation and lock the file looks like a leftover to anybody else.
+            if _try_lock(descriptor) and _is_named(path, descriptor):
+                os.fchmod(descriptor, _MODE)
+                return cls(path, descriptor)
+            os.close(descriptor)
+        raise RegionError(
+            f"the region cannot be created at {path}: other processes keep creating and removing "
+            "it. Give each engine instance its own engine id."
+        )
+
+    def allocate(self, size_bytes: int) -> None:
+        """Give the file its size, with all of its pages.
+
+        Reserving now turns a late SIGBUS into an early error.
+
+        Raises:
+            InsufficientSpaceError: There is too little space. Nothing was written.
+            RegionError: The file system refuses for another reason.
+        """
+        status = os.fstatvfs(self.descriptor)
+        available_bytes = status.f_bavail * status.f_frsize
+        if available_bytes < size_bytes:
+            raise self._too_little(size_bytes, available_bytes)
+        try:
+            os.posix_fallocate(self.descriptor, 0, size_bytes)
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                raise RegionError(
+                    f"{size_bytes} bytes cannot be allocated at {self.path}: {error}"
+                ) from error
+            status = os.fstatvfs(self.descriptor)
+            raise self._too_little(size_bytes, status.f_bavail * status.f_frsize) from error
+
+    def _too_little(self, needed_bytes: int, available_bytes: int) -> InsufficientSpaceError:
+        return InsufficientSpaceError(
+            f"the CPU region needs {needed_bytes} bytes in {self.path.parent}, but only "
+            f"{available_bytes} are available. Enlarge the mount (Docker: --shm-size; Kubernetes: "
+            "sizeLimit of the emptyDir with medium Memory), remove leftovers from it, or lower "
+            "'cpu_bytes_to_use'.",
+            needed_bytes=needed_bytes,
+            available_bytes=available_bytes,
+        )
+
+    def unlink(self) -> bool:
+        """Remove the name, if it still is this file's.
+
+        Returns:
+            Whether it was.
+        """
+        if self.descriptor < 0 or not _is_named(self.path, self.descriptor):
+            return False
+        self.path.unlink(missing_ok=True)
+        return True
+
+    def close(self) -> None:
+        """Remove the name and give up the lock. Idempotent."""
+        if self.descriptor >= 0:
+            self.unlink()
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _reclaim(path: Path) -> None:
+    """Remove a leftover of a dead process.
+
+    Raises:
+        RegionError: It is no leftover, or cannot be removed.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RegionError(
+            f"{path} exists and cannot be opened: {error}. Remove it, or set another engine id."
+        ) from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise RegionError(f"{path} exists and is not a regular file; remove it")
+        if not _try_lock(descriptor):
+            raise RegionError(
+                f"the region {path} belongs to a running process. Stop that engine, or give this "
+                "one another engine id."
+            )
+        if _is_named(path, descriptor):
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_named(path: Path, descriptor: int) -> bool:
+    try:
+        named = path.lstat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(descriptor))
