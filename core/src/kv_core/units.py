@@ -72,15 +72,16 @@ def parse_bytes(value: str | int, *, setting: str = "size") -> int:
 def format_bytes(size_bytes: int) -> str:
     """Return a size for people, in the largest binary unit that it fills.
 
-    A size that is a whole number of its unit is shown without decimals, others with two:
-    ``"64 MiB"``, ``"1.43 GiB"``, ``"500 B"``. :func:`parse_bytes` reads the former back exactly.
+    A size that is a whole number of its unit is shown without decimals and reads back exactly;
+    others are cut, not rounded, to two: ``"64 MiB"``, ``"1.43 GiB"``, ``"500 B"``.
     """
     if size_bytes < 0:
         return f"-{format_bytes(-size_bytes)}"
     for unit in _BINARY:
         whole, rest = divmod(size_bytes, _UNITS[unit])
         if whole:
-            return f"{size_bytes / _UNITS[unit]:.2f} {unit}" if rest else f"{whole} {unit}"
+            decimals = f".{rest * 100 // _UNITS[unit]:02}" if rest else ""
+            return f"{whole}{decimals} {unit}"
     return f"{size_bytes} B"
 
 

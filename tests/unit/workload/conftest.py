@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,13 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kv_core.workload import Trace
-
-
-class WriteLines(Protocol):
-    """Write one JSON value a line into a file of the test's folder."""
-
-    def __call__(self, name: str, values: Iterable[Any]) -> Path:
-        """Return the path of the file ``name`` with the values."""
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +28,8 @@ def recorded_traces() -> Path:
 
 
 @pytest.fixture
-def write_lines(tmp_path: Path) -> WriteLines:
-    """Return a function that writes a JSON Lines file."""
+def write_lines(tmp_path: Path) -> Callable[[str, Iterable[Any]], Path]:
+    """Return a function that writes values into a file of the test, one a line, as JSON."""
 
     def write(name: str, values: Iterable[Any]) -> Path:
         path = tmp_path / name

@@ -4,6 +4,9 @@ The ids name sections, not prefixes. The prompt is taken to be the sections side
 order of the line's own object, and after them what the prompt template adds: the recorded length
 is 6 to 12 tokens more than the sections have. Where in the prompt those tokens stand is not
 recorded; at the end they take no reuse from any section.
+
+The clock of the recording starts again every week: the published trace steps from 604,453 s back
+to 0, while its session ids, which hold the time of day, go on. Such a step opens the next week.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ DEFAULT_BLOCK_TOKENS: Final = 64
 
 _FORMAT: Final = "ragpulse"
 _TEMPLATE: Final = b"t"
+_WEEK_S: Final = 7 * 24 * 3600
 
 
 @final
@@ -83,7 +87,14 @@ def read_ragpulse(path: Path, name: str, limit: int | None, block_tokens: int) -
 
 
 def _drafts(path: Path, tables: Mapping[str, Mapping[int, int]]) -> Iterator[Draft[list[_Section]]]:
+    week = 0
+    previous_s = 0.0
     for record in read_lines(path):
+        time_s = record.seconds("timestamp")
+        # A small step back is disorder, and sorted away later.
+        if time_s < previous_s - _WEEK_S / 2:
+            week += 1
+        previous_s = time_s
         prompt_tokens = record.tokens("input_length", least=1)
         sections = _sections(record, tables)
         tokens = sum(section[2] for section in sections)
@@ -94,7 +105,7 @@ def _drafts(path: Path, tables: Mapping[str, Mapping[int, int]]) -> Iterator[Dra
             )
         yield Draft(
             req_id=f"{_FORMAT}-{record.line}",
-            arrival_s=record.seconds("timestamp"),
+            arrival_s=week * _WEEK_S + time_s,
             prompt_tokens=prompt_tokens,
             output_tokens=record.tokens("output_length"),
             payload=sections,
