@@ -126,9 +126,7 @@ def _print_tables(console: Console, rows: list[_Row]) -> None:
 
     overview = Table("type", "package", "contract", "capabilities", "summary", title="Tiers")
     for row in rows:
-        summary = escape(row.summary)
-        if row.error is not None:
-            summary = f"[red]{escape(row.error['message'])} \\[{row.error['code']}][/red]"
+        summary = escape(row.summary) if row.error is None else "[red]broken, see below[/red]"
         overview.add_row(
             escape(row.type),
             escape(f"{row.distribution} {row.version}"),
@@ -138,6 +136,11 @@ def _print_tables(console: Console, rows: list[_Row]) -> None:
         )
     console.print(overview)
     for row in rows:
+        if row.error is not None:
+            # Outside of the table, where no column cuts the instructions off.
+            console.print(
+                f"{row.error['message']} [{row.error['code']}]", markup=False, soft_wrap=True
+            )
         if not row.settings:
             continue
         settings = Table("setting", "type", "default", "meaning", title=f"Settings of {row.type}")

@@ -1,0 +1,50 @@
+"""Rules for all tests."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from _pytest.reports import TestReport
+
+
+def _in_ci() -> bool:
+    return os.environ.get("CI", "").lower() == "true"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+    call: pytest.CallInfo[None],
+) -> Generator[None, TestReport, TestReport]:
+    """With ``CI=true``, a test that is skipped fails: a prerequisite is missing.
+
+    A skip that nobody looks at is a test that nobody runs. Only devices may be missing there,
+    and expected failures are none of this.
+    """
+    report = yield
+    expected = hasattr(report, "wasxfail")
+    if report.skipped and not expected and _in_ci() and item.get_closest_marker("gpu") is None:
+        report.outcome = "failed"
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.longrepr = f"{item.nodeid}: {reason}. With CI=true every prerequisite must be there."
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """With ``CI=true``, a module that skips itself fails as well."""
+    report = yield
+    if report.skipped and _in_ci():
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{collector.nodeid}: {report.longrepr}. With CI=true every prerequisite must be there."
+        )
+    return report
