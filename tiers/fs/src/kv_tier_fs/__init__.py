@@ -1,0 +1,45 @@
+"""A tier on a file system: one checksummed file a block.
+
+The module that the entry point names. It is imported whenever installed tiers are listed, so
+what is heavy is imported inside the factory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import kv_core
+from kv_core.contract import Capability, ContractVersion, TierLimits, TierSpec
+from kv_tier_fs._config import FsConfig
+
+if TYPE_CHECKING:
+    from kv_core.contract import SecondaryTierManager, TierContext
+
+__all__ = ["FsConfig", "kv_core_register_tier"]
+
+# The tier removes nothing but damaged objects, so every block stays findable.
+_RETAINED_BLOCKS = 1 << 40
+
+
+def _make_tier(context: TierContext) -> SecondaryTierManager:
+    from kv_tier_fs._tier import FsTier
+
+    return FsTier(context)
+
+
+def _limits(config: FsConfig) -> TierLimits:
+    return config.limits(min_retained_blocks=_RETAINED_BLOCKS)
+
+
+@kv_core.hookimpl
+def kv_core_register_tier() -> TierSpec:
+    """Describe the tier type ``fs``."""
+    return TierSpec(
+        type="fs",
+        summary="Blocks as files, on a local disk or a shared file system.",
+        contract=ContractVersion(1, 0),
+        factory=_make_tier,
+        config_model=FsConfig,
+        limits=_limits,
+        capabilities=frozenset({Capability.INTEGRITY, Capability.PERSISTENT, Capability.SHARED}),
+    )

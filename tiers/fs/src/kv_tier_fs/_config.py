@@ -1,0 +1,22 @@
+"""Settings of the file system tier."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - pydantic evaluates the annotation
+
+from kv_core.tierkit import TierKitConfig
+
+__all__ = ["FsConfig"]
+
+
+class FsConfig(TierKitConfig):
+    """What an operator can set.
+
+    Attributes:
+        root_dir: Folder of the blocks; made when it does not exist. Several engines, models and
+            hosts may share one.
+        direct_io: Whether to bypass the page cache where the file system allows it.
+    """
+
+    root_dir: Path
+    direct_io: bool = True

@@ -1,0 +1,60 @@
+"""Where things are below the root folder. Pure: nothing here touches the file system."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import TYPE_CHECKING, Final, final
+
+from kv_core.contract import get_offload_block_hash, get_offload_group_idx
+from kv_core.keys import ALL_RANKS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kv_core.contract import Namespace, OffloadKey
+
+__all__ = ["FileLayout"]
+
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
+_MOST_MODEL_CHARS: Final = 100
+_MOST_HASH_CHARS: Final = 200
+
+
+@final
+class FileLayout:
+    """Paths of one namespace, layout ``files``.
+
+    Attributes:
+        namespace_dir: Folder of what all ranks share: ``config.json`` and the writers.
+        blocks_dir: Folder of the blocks.
+        config_path: The description of the namespace.
+        writers_dir: Locks and temporary files of those who write.
+    """
+
+    def __init__(self, root_dir: Path, namespace: Namespace) -> None:
+        # The fingerprint tells models apart; the name is for people, so it may be mangled. A
+        # leading dot would hide the folder, and ".." must not come through in any disguise.
+        model = _UNSAFE.sub("_", namespace.model)[:_MOST_MODEL_CHARS]
+        if model.startswith("."):
+            model = "_" + model[1:]
+        name = f"{model}_{namespace.fingerprint[:12]}"
+        rank = namespace.rank
+        if rank == ALL_RANKS or namespace.layout_parallel_invariant:
+            rank = 0
+        self.namespace_dir = root_dir / name
+        self.blocks_dir = root_dir / f"{name}_r{rank}"
+        self.config_path = self.namespace_dir / "config.json"
+        self.writers_dir = self.namespace_dir / "writers"
+        self._blocks_prefix = str(self.blocks_dir)
+
+    def block_path(self, key: OffloadKey) -> str:
+        """Return the path of a block: ``<hex 1-3>/<hex 4-5>_g<group>/<hash>.bin``."""
+        name = get_offload_block_hash(key).hex()
+        if len(name) > _MOST_HASH_CHARS:
+            # File names end at 255 bytes. No hex name begins with an x, so nothing aliases.
+            name = "x" + hashlib.sha256(key).hexdigest()
+        # Hashes shorter than the folder names need: an underscore is no hex digit either.
+        padded = name.ljust(5, "_")
+        group = get_offload_group_idx(key)
+        return f"{self._blocks_prefix}/{padded[:3]}/{padded[3:5]}_g{group}/{name}.bin"
