@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -122,13 +123,7 @@ def test_exact_sizes_read_back(number: int, power: int) -> None:
 
 @given(size_bytes=st.integers(1, 2**60))
 def test_shown_size_is_never_more_than_there_is(size_bytes: int) -> None:
-    """The shown size is at most the real one, and close to it."""
-    shown = parse_bytes_rounded_up(format_bytes(size_bytes))
-    assert shown - 1 <= size_bytes
-    assert shown >= size_bytes * 0.99
-
-
-def parse_bytes_rounded_up(text: str) -> int:
-    """Parse a size whose two decimals may be no whole number of bytes."""
-    number, unit = text.split()
-    return -(-int(float(number) * 100) * parse_bytes(f"1{unit}") // 100)
+    """The shown size is at most the real one, and less than one part in a hundred below it."""
+    number, unit = format_bytes(size_bytes).split()
+    shown = Fraction(number) * parse_bytes(f"1{unit}")
+    assert shown <= size_bytes < shown * Fraction(101, 100)
