@@ -32,6 +32,11 @@ class RequestBlocks:
         self._config = config
         self._keys: list[list[OffloadKey]] = [[] for _ in config.groups]
 
+    @property
+    def num_hashed_tokens(self) -> int:
+        """Tokens in full hash blocks: what has a name by now."""
+        return len(self.request.block_hashes) * self._config.tokens_per_hash
+
     def keys(self, group_idx: int, num_blocks: int) -> list[OffloadKey]:
         """Return the keys of a group's first blocks.
 
@@ -77,7 +82,7 @@ def match_prefix(
         when an answer is still unknown. The last token is never included: the engine must
         compute at least one to sample from.
     """
-    tokens = blocks.request.num_tokens - 1
+    tokens = min(blocks.request.num_tokens - 1, blocks.num_hashed_tokens)
     unknown = False
     shrunk = True
     while shrunk:

@@ -146,7 +146,7 @@ class OffloadingConnectorScheduler:
         state.touched = True
         for group_idx in range(len(self._config.groups)):
             tokens = self._config.tokens_per_offloaded_block(group_idx)
-            num_blocks = state.blocks.request.num_tokens // tokens
+            num_blocks = state.blocks.num_hashed_tokens // tokens
             keys = state.blocks.keys(group_idx, num_blocks)
             self._manager.touch(keys[:num_blocks], state.blocks.context)
 
@@ -259,7 +259,7 @@ class OffloadingConnectorScheduler:
 
     def _offer(self, state: _Request) -> Transfer | None:
         """Offer the full blocks between the cursors and the computed tokens."""
-        tokens = state.computed_tokens
+        tokens = min(state.computed_tokens, state.blocks.num_hashed_tokens)
         if self._config.offload_prompt_only:
             tokens = min(tokens, state.blocks.request.num_prompt_tokens)
         offered: dict[OffloadKey, tuple[int, int]] = {}

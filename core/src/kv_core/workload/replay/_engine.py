@@ -282,14 +282,26 @@ class ReplayEngine:
         return min(left, self._config.decode_tokens_per_step, budget)
 
     def _make_room(self, step: _Step, request: ReplayRequest, tokens: int) -> bool:
+        """Allocate for a running request, at the cost of others if need be."""
         while not self._allocate(step, request, request.computed_tokens + tokens):
+            holders = self._idle_holders()
+            if holders:
+                self._preempt(step, holders[-1])
+                continue
             victim = self._running[-1]
+            if victim is request and len(self._running) == 1:
+                # Loads in flight hold the rest of the pool; they end by themselves.
+                return False
             self._running.remove(victim)
             self._preempt(step, victim)
             self._waiting.appendleft(victim)
             if victim is request:
                 return False
         return True
+
+    def _idle_holders(self) -> list[ReplayRequest]:
+        """Return requests that hold a loaded prefix but do not run yet."""
+        return [request for request in self._waiting if request.status is Status.LOADED]
 
     def _allocate(self, step: _Step, request: ReplayRequest, tokens: int) -> bool:
         """Extend a block table to hold so many tokens."""
@@ -383,7 +395,7 @@ class ReplayEngine:
 
     def _break_deadlock(self, step: _Step) -> None:
         """Let go of blocks when requests with loaded prefixes keep each other from running."""
-        holders = [request for request in self._waiting if request.status is Status.LOADED]
+        holders = self._idle_holders()
         if holders:
             self._preempt(step, holders[-1])
 
