@@ -290,9 +290,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
                 f"the view of the primary tier cannot be released: {error}. Shut the tiers down "
                 "first, and drop every array made of it."
             ) from error
-        on_shutdown, self._on_shutdown = self._on_shutdown, None
-        if on_shutdown is not None:
-            on_shutdown()
+        if self._on_shutdown is not None:
+            # Forgotten only when it succeeded: a region that is still in use can be closed later.
+            self._on_shutdown()
+            self._on_shutdown = None
 
     def _is_being_promoted(self, block_id: int, generation: int) -> bool:
         table = self._table

@@ -131,13 +131,10 @@ class SharedOffloadRegion:
                 f"{used_bytes} of its {geometry.worker_page_bytes} bytes are in use. The layers "
                 "must add up to what the geometry was computed from."
             )
-        view: npt.NDArray[np.int8] = np.ndarray(
-            shape=(geometry.num_blocks, page_bytes),
-            dtype=np.int8,
-            buffer=self._open_mapping(),
-            offset=worker * geometry.worker_page_bytes + used_bytes,
-            strides=(geometry.row_stride, 1),
-        )
+        # Not np.ndarray(buffer=...): that forgets its export, and close() would unmap under it.
+        rows = np.frombuffer(self._open_mapping(), dtype=np.int8, count=self._rows_bytes)
+        start = worker * geometry.worker_page_bytes + used_bytes
+        view = rows.reshape(geometry.num_blocks, -1)[:, start : start + page_bytes]
         self._used_bytes[worker] += page_bytes
         return view
 
