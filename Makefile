@@ -1,0 +1,84 @@
+# Everything a contributor needs, on a machine with Python 3 and pip:
+#
+#   make            what the targets are
+#   make test       lint, types and all tests
+#   make demo       see a KV cache survive its process
+#
+# Nothing is installed outside of this folder. Stamp files in .venv keep repeated runs fast.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := core conformance tiers/example tiers/fs
+PROJECT_FILES := pyproject.toml $(PACKAGES:%=%/pyproject.toml)
+
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke clean
+
+help:
+	@echo "venv          .venv with all packages, editable"
+	@echo "demo          run 'kv-core demo' in it"
+	@echo "test          lint, types, tests (PYTEST_ARGS='-k ...' is passed on to pytest)"
+	@echo "lint          ruff and mypy only"
+	@echo "format        let ruff repair what it can"
+	@echo "test-pythons  unit tests on the other supported interpreters that are found"
+	@echo "wheels        build every wheel and check it alone in a clean environment"
+	@echo "bench-smoke   run every benchmark once, small"
+	@echo "clean         remove all that was made"
+
+# A Python without ensurepip (Debian's without python3-venv) gets its pip from outside.
+$(VENV)/.made:
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+	    && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	$(PIP) install --upgrade "pip>=25.1"
+	@touch $@
+
+$(VENV)/.packages: $(VENV)/.made $(PROJECT_FILES)
+	$(PIP) install $(PACKAGES:%=--editable %)
+	@touch $@
+
+# PyTorch is 200 MB; a machine without a wheel for its Python cannot run the tests marked torch,
+# and should hear so here rather than in the middle of them.
+$(VENV)/.test-tools: $(VENV)/.packages
+	$(PIP) install --group test --group lint --group build
+	$(PIP) install --group torch
+	@touch $@
+
+venv: $(VENV)/.packages
+
+test-tools: $(VENV)/.test-tools
+
+demo: venv
+	$(BIN)/kv-core demo
+
+lint: test-tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: test-tools
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+unit: test-tools
+	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-pythons:
+	.ci/test-pythons $(PACKAGES)
+
+wheels: test-tools
+	.ci/check-wheels $(BIN)/python $(PACKAGES)
+
+bench-smoke: test-tools
+	@set -e; for script in tests/benchmarks/[a-z]*.py; do \
+	    echo "-- $$script"; $(BIN)/python "$$script" --quick; done
+
+clean:
+	rm -rf .venv .venv-3.* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
+	find . -name __pycache__ -prune -exec rm -rf {} +
