@@ -6,6 +6,7 @@ coroutines, and write ``exists``, ``read_block`` and ``write_block``. :class:`As
 want as well.
 """
 
+from kv_core.tierkit._asyncio import AsyncioTier
 from kv_core.tierkit._config import TierKitConfig
 from kv_core.tierkit._errors import BlockFailure
 from kv_core.tierkit._lookup import AsyncLookup, Prober, Question
@@ -14,6 +15,7 @@ from kv_core.tierkit._threaded import ThreadedTier
 
 __all__ = [
     "AsyncLookup",
+    "AsyncioTier",
     "BlockFailure",
     "LoadFirstPool",
     "Prober",

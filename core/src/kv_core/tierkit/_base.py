@@ -1,7 +1,8 @@
 """The scheduler-thread half of a tier: all methods of the contract, none of which blocks.
 
 **Who owns what.** The calling thread (the engine's, one at a time) owns every attribute here;
-``_events`` is a deque that any thread may append to. What runs elsewhere reaches this half only
+``_events`` is a deque that any thread may append to,
+and ``_tickets`` a counter that any thread may draw from. What runs elsewhere reaches this half only
 through the ledger, the lookups' inbox and that deque.
 """
 
@@ -24,7 +25,7 @@ from kv_core.contract import (
 )
 from kv_core.errors import KVCoreError, TierClosedError, TierOpenError
 from kv_core.tierkit._config import TierKitConfig
-from kv_core.tierkit._errors import describe_error
+from kv_core.tierkit._errors import Occasionally, describe_error
 from kv_core.tierkit._jobs import JobLedger
 from kv_core.tierkit._lookup import AsyncLookup
 
@@ -84,6 +85,8 @@ class KitTier(SecondaryTierManager):
         self._released = False
         self._tickets = itertools.count(1)
         self._events: deque[tuple[OffloadKey, bool]] = deque()
+        self._warn_kept = Occasionally(context.clock)
+        self._warn_retire = Occasionally(context.clock)
         self._store_failures = 0
         self._load_failures = 0
         self._target = context.primary
@@ -119,8 +122,8 @@ class KitTier(SecondaryTierManager):
         """Open the storage, then start threads. Leave nothing behind when that fails."""
 
     @abstractmethod
-    def _run_chunk(self, chunk: Chunk) -> None:
-        """Move the blocks of a chunk and report it to the ledger."""
+    def _run_chunk(self, chunk: Chunk) -> object:
+        """Move the blocks of a chunk."""
 
     @abstractmethod
     def _stop(self, timeout_s: float) -> bool:
@@ -128,6 +131,30 @@ class KitTier(SecondaryTierManager):
 
     def _probe_now(self) -> Callable[[OffloadKey], bool] | None:
         return None
+
+    # -- for the two kinds of tier, on their threads --------------------------------------------
+
+    def _finish_chunk(self, chunk: Chunk) -> None:
+        self._ledger.finish(chunk)
+
+    def _give_back(self, view: memoryview | None, hook: str) -> None:
+        try:
+            if view is not None:
+                view.release()
+        except BufferError:
+            # It ends with whatever was made from it; until then the region stays mapped.
+            if self._warn_kept.due():
+                logger.warning(
+                    "tier %r: %s kept a reference to its buffer", self.context.tier_name, hook
+                )
+
+    def _warn_not_retired(self, error: BaseException) -> None:
+        if self._warn_retire.due():
+            logger.warning(
+                "tier %r: a bad object could not be removed: %s",
+                self.context.tier_name,
+                describe_error(error),
+            )
 
     # -- for the author of a tier ---------------------------------------------------------------
 

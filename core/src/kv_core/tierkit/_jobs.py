@@ -2,8 +2,9 @@
 
 **Who owns what.** The calling thread owns ``_jobs`` and the counters. A chunk belongs to the
 executor's queue, then to the thread that runs it; whoever ends it, by running or by withdrawing
-it, hands in one :class:`ChunkReport`. ``_idle``'s lock guards what reports change (``open_chunks``
-and the totals of a job, ``_finished`` and ``_unfinished``) and is never held during I/O.
+it, hands it to :meth:`JobLedger.finish` once. ``_idle``'s lock guards what that changes
+(``open_chunks`` and the totals of a job, ``_finished``, ``_unfinished``) and is never held during
+I/O.
 """
 
 from __future__ import annotations
@@ -21,31 +22,80 @@ if TYPE_CHECKING:
 
     from kv_core.contract import Clock, JobId, JobMetadata, OffloadKey
 
-__all__ = ["Chunk", "ChunkReport", "Executor", "Job", "JobLedger"]
+__all__ = ["Chunk", "Executor", "Job", "JobLedger"]
 
 _NEVER: Final = float("inf")
 
 
 @final
 class Chunk:
-    """A run of consecutive blocks of a job, moved one after the other. Callable: runs itself.
+    """A run of consecutive blocks of a job, moved one after the other, and what became of them.
+
+    Owned by whoever runs it until it is handed to :meth:`JobLedger.finish`. Callable: runs
+    itself.
 
     Attributes:
         job: The job.
         start: Index of the first block.
         stop: Index after the last block.
+        reached: Index of the first block without an outcome.
+        failures: Failed blocks, by index.
+        moved_bytes: Bytes moved.
+        started: When the first transfer began; infinite when none did.
+        ended: When the last transfer ended.
     """
 
-    __slots__ = ("_run", "job", "start", "stop")
+    __slots__ = (
+        "_run",
+        "ended",
+        "failures",
+        "job",
+        "moved_bytes",
+        "reached",
+        "start",
+        "started",
+        "stop",
+    )
 
-    def __init__(self, job: Job, start: int, stop: int, run: Callable[[Chunk], None]) -> None:
+    def __init__(self, job: Job, start: int, stop: int, run: Callable[[Chunk], object]) -> None:
         self.job = job
         self.start = start
         self.stop = stop
+        self.reached = start
+        self.failures: dict[int, BlockFailure] = {}
+        self.moved_bytes = 0
+        self.started = _NEVER
+        self.ended = -_NEVER
         self._run = run
 
     def __call__(self) -> None:
         self._run(self)
+
+    def begin_block(self, now: float) -> bool:
+        """Say whether the next block may be begun; if not, the rest has failed."""
+        job = self.job
+        if now >= job.deadline:
+            job.overdue = True
+        if job.overdue or job.withdrawn:
+            self.fail_rest("the job ended before the transfer of the block began")
+            return False
+        if self.started == _NEVER:
+            self.started = now
+        return True
+
+    def record(self, outcome: BlockFailure | int) -> None:
+        """Note the outcome of the next block: a failure, or the bytes moved."""
+        if isinstance(outcome, BlockFailure):
+            self.failures[self.reached] = outcome
+        else:
+            self.moved_bytes += outcome
+        self.reached += 1
+
+    def fail_rest(self, message: str) -> None:
+        """Note that the blocks without an outcome will not be moved."""
+        failure = BlockFailure(JobErrorKind.STALLED, message, 0)
+        self.failures.update(dict.fromkeys(range(self.reached, self.stop), failure))
+        self.reached = self.stop
 
 
 @final
@@ -128,33 +178,6 @@ class Job:
         )
 
 
-@final
-class ChunkReport:
-    """What became of one chunk. Filled by whoever runs it.
-
-    Attributes:
-        chunk: The chunk.
-        failures: Failed blocks, by index.
-        moved_bytes: Bytes moved.
-        started: When the first transfer began; infinite when none did.
-        ended: When the last transfer ended.
-    """
-
-    __slots__ = ("chunk", "ended", "failures", "moved_bytes", "started")
-
-    def __init__(self, chunk: Chunk) -> None:
-        self.chunk = chunk
-        self.failures: dict[int, BlockFailure] = {}
-        self.moved_bytes = 0
-        self.started = _NEVER
-        self.ended = -_NEVER
-
-    def fail_from(self, index: int, message: str) -> None:
-        """Note that the blocks from ``index`` on were not begun."""
-        failure = BlockFailure(JobErrorKind.STALLED, message, 0)
-        self.failures.update(dict.fromkeys(range(index, self.chunk.stop), failure))
-
-
 class Executor(Protocol):
     """Whoever runs chunks."""
 
@@ -174,7 +197,7 @@ class JobLedger:
 
     Args:
         executor: Runs the chunks.
-        run: Runs one chunk and calls :meth:`finish`; on a thread of the executor.
+        run: Runs one chunk; what it returns is for the executor.
         clock: Monotonic seconds.
         job_deadline_s: Deadline of every job.
         max_chunks: Most chunks of a job.
@@ -183,7 +206,7 @@ class JobLedger:
     def __init__(
         self,
         executor: Executor,
-        run: Callable[[Chunk], None],
+        run: Callable[[Chunk], object],
         *,
         clock: Clock,
         job_deadline_s: float,
@@ -286,9 +309,8 @@ class JobLedger:
         job.withdrawn = True
         for chunk in job.chunks:
             if self._executor.withdraw(chunk):
-                report = ChunkReport(chunk)
-                report.fail_from(chunk.start, reason)
-                self.finish(report)
+                chunk.fail_rest(reason)
+                self.finish(chunk)
             else:
                 self._executor.interrupt(chunk)
 
@@ -316,14 +338,17 @@ class JobLedger:
 
     # -- any thread -----------------------------------------------------------------------------
 
-    def finish(self, report: ChunkReport) -> None:
-        """Take the report of a chunk, once a chunk; the last one finishes the job. Thread-safe."""
-        job = report.chunk.job
+    def finish(self, chunk: Chunk) -> None:
+        """Take a chunk back, once; the last one finishes the job. Thread-safe."""
+        if chunk.reached < chunk.stop:
+            # Whatever broke the chunk off: what has no outcome must not pass for moved.
+            chunk.fail_rest("the transfer was broken off")
+        job = chunk.job
         with self._idle:
-            job.failures.update(report.failures)
-            job.moved_bytes += report.moved_bytes
-            job.started = min(job.started, report.started)
-            job.ended = max(job.ended, report.ended)
+            job.failures.update(chunk.failures)
+            job.moved_bytes += chunk.moved_bytes
+            job.started = min(job.started, chunk.started)
+            job.ended = max(job.ended, chunk.ended)
             job.open_chunks -= 1
             if job.open_chunks:
                 return

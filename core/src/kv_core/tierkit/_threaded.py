@@ -1,7 +1,7 @@
 """The base class for tiers over a blocking client: files, sockets, most libraries.
 
 **Who owns what.** The hooks ``exists``, ``read_block``, ``write_block`` and ``retire`` run on
-pool threads, several at a time. A pool thread owns the chunk it runs and its report. The lock of
+pool threads, several at a time. A pool thread owns the chunk it runs. The lock of
 a key is held while the key is stored, and while a bad object is read again and retired, so a
 fresh object is never retired in the place of the bad one.
 """
@@ -20,13 +20,11 @@ from kv_core.tierkit._base import KitTier
 from kv_core.tierkit._errors import (
     RETIRING_KINDS,
     BlockFailure,
-    Occasionally,
     describe_error,
     load_error_kind,
     store_error_kind,
     without_frames,
 )
-from kv_core.tierkit._jobs import ChunkReport
 from kv_core.tierkit._key_locks import KeyLocks
 from kv_core.tierkit._pool import LoadFirstPool
 from kv_core.tierkit._probes import ProbeThreads
@@ -43,7 +41,6 @@ __all__ = ["ThreadedTier"]
 logger = logging.getLogger(__name__)
 
 _PROBE_THREADS: Final = 2
-_TOO_LATE: Final = "the job ended before the transfer of this block began"
 
 
 @final
@@ -156,8 +153,6 @@ class ThreadedTier(KitTier):
     def _open(self) -> tuple[Executor, Prober]:
         name = f"kv-{self.context.tier_name}"
         self._locks = KeyLocks()
-        self._warn_kept = Occasionally(self._clock)
-        self._warn_retire = Occasionally(self._clock)
         self._pool = LoadFirstPool(self.config.io_threads, name=f"{name}-io")
         self._probes = ProbeThreads(self._answer, num_threads=_PROBE_THREADS, name=f"{name}-lookup")
         try:
@@ -209,25 +204,12 @@ class ThreadedTier(KitTier):
     def _run_chunk(self, chunk: Chunk) -> None:
         job = chunk.job
         move = self._load_block if job.metadata.is_promotion else self._store_block
-        report = ChunkReport(chunk)
         try:
-            for index in range(chunk.start, chunk.stop):
-                now = self._clock()
-                if now >= job.deadline:
-                    job.overdue = True
-                if job.overdue or job.withdrawn:
-                    report.fail_from(index, _TOO_LATE)
-                    break
-                if index == chunk.start:
-                    report.started = now
-                outcome = move(job, index)
-                if isinstance(outcome, BlockFailure):
-                    report.failures[index] = outcome
-                else:
-                    report.moved_bytes += outcome
-            report.ended = self._clock()
+            while chunk.reached < chunk.stop and chunk.begin_block(self._clock()):
+                chunk.record(move(job, chunk.reached))
+            chunk.ended = self._clock()
         finally:
-            self._ledger.finish(report)
+            self._finish_chunk(chunk)
 
     def _store_block(self, job: Job, index: int) -> BlockFailure | int:
         key = job.metadata.keys[index]
@@ -278,12 +260,7 @@ class ThreadedTier(KitTier):
         try:
             self.retire(key)
         except BaseException as error:  # noqa: BLE001 - the kit remembers the key instead
-            if self._warn_retire.due():
-                logger.warning(
-                    "tier %r: a bad object could not be removed: %s",
-                    self.context.tier_name,
-                    describe_error(error),
-                )
+            self._warn_not_retired(error)
             return False
         return True
 
@@ -302,15 +279,5 @@ class ThreadedTier(KitTier):
             outcome = hook(key, view)
         except BaseException as error:  # noqa: BLE001 - one block's error fails that block
             outcome = without_frames(error)
-        try:
-            if view is not None:
-                view.release()
-        except BufferError:
-            # It ends with whatever was made from it; until then the region stays mapped.
-            if self._warn_kept.due():
-                logger.warning(
-                    "tier %r: %s kept a reference to its buffer",
-                    self.context.tier_name,
-                    hook.__name__,
-                )
+        self._give_back(view, hook.__name__)
         return outcome
