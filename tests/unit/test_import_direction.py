@@ -229,6 +229,15 @@ def test_public_modules_say_what_is_public(source: Path) -> None:
     assert exported == sorted(set(exported), key=_sort_key)
 
 
+def test_every_distribution_carries_the_licence() -> None:
+    """Each wheel is built from its own folder, so each folder has the text."""
+    text = (ROOT / "LICENSE").read_text()
+    folders = [path.parent for path in ROOT.glob("*/pyproject.toml")]
+    folders += [path.parent for path in ROOT.glob("tiers/*/pyproject.toml")]
+    assert len(folders) >= 4
+    assert [folder for folder in folders if (folder / "LICENSE").read_text() != text] == []
+
+
 def _run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
