@@ -11,12 +11,16 @@ from typing import Any, Final
 
 import typer
 
+from kv_core.cli._demo import demo
+from kv_core.cli._replay import replay
 from kv_core.cli._tiers import tiers
 
 __all__ = ["add_builtin_commands", "builtin_names"]
 
 _COMMANDS: Final[dict[str, Callable[..., Any]]] = {
     "tiers": tiers,
+    "demo": demo,
+    "replay": replay,
 }
 
 

@@ -189,6 +189,8 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
     @override
     def shutdown(self) -> None:
         self._stream.close()
+        # Exports of the shared region, which could not be unmapped while they live.
+        self._cpu_tensors = ()
 
 
 @final
