@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,8 +75,9 @@ def test_every_value_is_frozen_slotted_and_documented(value: Any) -> None:
     """Nobody changes what another holds, a misspelt attribute fails, fields are explained."""
     assert value.__dataclass_params__.frozen
     assert "__dict__" not in dir(value)
+    documentation = inspect.getdoc(value) or ""
     for field in dataclasses.fields(value):
-        assert f"        {field.name}: " in value.__doc__
+        assert f"\n    {field.name}: " in documentation
 
 
 def test_there_are_values_to_check() -> None:
