@@ -11,6 +11,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, final
 
 from typing_extensions import override
@@ -109,6 +110,7 @@ class AsyncioTier(KitTier):
             self._close(self.config.job_deadline_s)
             self._thread.stop(self.config.job_deadline_s)
             raise
+        self._prober = LoopProber(self._thread, self._answer)
         executor = LoopExecutor(
             self._thread,
             self._run_chunk,
@@ -116,13 +118,15 @@ class AsyncioTier(KitTier):
             slots=self.config.io_threads,
             withdraws_io=self.withdraws_io,
         )
-        return executor, LoopProber(self._thread, self._answer)
+        return executor, self._prober
 
     @override
     def _stop(self, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s
         if not self._ledger.wait_until_idle(timeout_s):
             return False
+        with suppress(TimeoutError):
+            self._thread.run(self._prober.end(), max(0.1, end - time.monotonic()))
         self._close(max(0.1, end - time.monotonic()))
         return self._thread.stop(max(0.1, end - time.monotonic()))
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
@@ -51,7 +52,7 @@ class LoopThread:
 
     def post(self, callback: Callable[[], object]) -> None:
         """Have the loop call something soon. Nothing happens after :meth:`stop`."""
-        if not self.loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(callback)
 
     def run(self, coroutine: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
@@ -186,6 +187,7 @@ class LoopProber:
         self._lock = threading.Lock()
         self._queue = QuestionQueue()
         self._asking: set[asyncio.Task[None]] = set()
+        self._ended_for_good = False
 
     def post(self, questions: Sequence[Question]) -> None:
         """Queue questions. Returns at once."""
@@ -198,8 +200,16 @@ class LoopProber:
         with self._lock:
             self._queue.withdraw(key)
 
+    async def end(self) -> None:
+        """Take up no more questions and cancel those in flight. On the loop."""
+        self._ended_for_good = True
+        for task in self._asking:
+            task.cancel()
+        if self._asking:
+            await asyncio.wait(tuple(self._asking))
+
     def _pump(self) -> None:
-        while len(self._asking) < _PROBE_TASKS:
+        while not self._ended_for_good and len(self._asking) < _PROBE_TASKS:
             with self._lock:
                 batch = self._queue.take()
             if not batch:
