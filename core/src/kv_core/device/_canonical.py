@@ -52,21 +52,29 @@ def row_stride_bytes(tensor: KVTensor) -> int:
 
 
 def check_page_tensor(tensor: KVTensor, what: str) -> None:
-    """Refuse anything but a two-dimensional int8 tensor with contiguous rows.
+    """Refuse memory that cannot be copied to and from, row by row, by address alone.
 
     Raises:
-        ValueError: The shape, the element type or the layout of a row is another.
+        ValueError: It is no two-dimensional int8 tensor, bytes of a row have gaps, rows overlap,
+            or an array is read-only.
     """
     if isinstance(tensor, np.ndarray):
-        kind, inner = str(tensor.dtype), tensor.strides[-1] if tensor.ndim == 2 else None
+        kind, strides = str(tensor.dtype), tensor.strides
     else:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        inner = tensor.stride()[-1] if len(tensor.shape) == 2 else None
-    if len(tensor.shape) != 2 or kind != "int8" or (inner != 1 and tensor.shape[1] > 1):
+        kind, strides = str(tensor.dtype).removeprefix("torch."), tuple(tensor.stride())
+    shape = tuple(tensor.shape)
+    if len(shape) != 2 or kind != "int8" or (strides[1] != 1 and shape[1] > 1):
         raise ValueError(
             f"{what} must be a two-dimensional int8 tensor with contiguous rows, found shape "
-            f"{tuple(tensor.shape)}, element type {kind}, element stride {inner}"
+            f"{shape}, element type {kind}, strides {strides}"
         )
+    if abs(strides[0]) < shape[1] and shape[0] > 1:
+        raise ValueError(
+            f"the rows of {what} overlap: they have {shape[1]} bytes and begin {strides[0]} "
+            "bytes apart"
+        )
+    if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
+        raise ValueError(f"{what} must be writable, found a read-only array")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

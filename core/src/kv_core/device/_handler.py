@@ -21,6 +21,7 @@ from kv_core.engine import (
     OffloadingHandler,
     TransferResult,
 )
+from kv_core.errors import EngineStateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -80,9 +81,12 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
         self._type = ("GPU", "CPU") if to_cpu else ("CPU", "GPU")
         self._stream = backend.open_stream("-to-".join(self._type).lower())
         self._in_flight: deque[tuple[int, CopyTicket, int]] = deque()
+        self._is_closed = False
 
     @override
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        if self._is_closed:
+            raise EngineStateError("the handler is shut down")
         source, destination = spec
         gpu, cpu = (source, destination) if self._to_cpu else (destination, source)
         if not isinstance(gpu, GPULoadStoreSpec) or not isinstance(cpu, CPULoadStoreSpec):
@@ -96,47 +100,57 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
 
     def _build_batch(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> CopyBatch:
         """Build one descriptor for each GPU block and tensor reference."""
-        self._check_ids(gpu, [t.tensor.shape[0] for t in self._kv_caches.tensors])
-        self._check_ids(cpu, [t.shape[0] for t in self._cpu_tensors])
-        if len(gpu.group_sizes) != len(self._kv_caches.group_data_refs):
-            raise ValueError(
-                f"found {len(gpu.group_sizes)} group sizes, the KV caches have "
-                f"{len(self._kv_caches.group_data_refs)} groups"
-            )
+        skips = [first_index % self._factor for first_index in gpu.block_indices]
+        cpu_counts = [
+            -(-(count + skip) // self._factor) if count else 0
+            for count, skip in zip(gpu.group_sizes, skips, strict=True)
+        ]
+        self._check(gpu, cpu, sum(cpu_counts))
         gpu_parts, cpu_parts, sizes = [], [], []
         gpu_start = cpu_start = 0
-        for refs, count, first_index in zip(
-            self._kv_caches.group_data_refs, gpu.group_sizes, gpu.block_indices, strict=True
+        for refs, count, skip, cpu_count in zip(
+            self._kv_caches.group_data_refs, gpu.group_sizes, skips, cpu_counts, strict=True
         ):
             if count == 0:
                 continue
-            skip = first_index % self._factor
-            cpu_count = -(-(count + skip) // self._factor)
             gpu_ids = gpu.block_ids[gpu_start : gpu_start + count]
             cpu_ids = cpu.block_ids[cpu_start : cpu_start + cpu_count]
             gpu_start += count
             cpu_start += cpu_count
-            if len(cpu_ids) != cpu_count:
-                break
             for ref in refs:
-                gpu_tensor = self._kv_caches.tensors[ref.tensor_idx]
-                gpu_parts.append(self._addresses(gpu_tensor.tensor, gpu_ids, 1, 0, count))
-                cpu_parts.append(
-                    self._addresses(
-                        self._cpu_tensors[ref.tensor_idx], cpu_ids, self._factor, skip, count
-                    )
-                )
+                gpu_tensor = self._kv_caches.tensors[ref.tensor_idx].tensor
+                cpu_tensor = self._cpu_tensors[ref.tensor_idx]
+                gpu_parts.append(self._addresses(gpu_tensor, gpu_ids, 1, 0, count))
+                cpu_parts.append(self._addresses(cpu_tensor, cpu_ids, self._factor, skip, count))
                 sizes.append(np.full(count, ref.page_size_bytes, dtype=np.int64))
-        if cpu_start != len(cpu.block_ids):
-            raise ValueError(
-                f"groups of {list(gpu.group_sizes)} GPU blocks fill {cpu_start} offloaded "
-                f"block(s), found {len(cpu.block_ids)} CPU block ids"
-            )
         nothing = [np.empty(0, dtype=np.int64)]
         gpu_all = np.concatenate(gpu_parts or nothing)
         cpu_all = np.concatenate(cpu_parts or nothing)
         sources, destinations = (gpu_all, cpu_all) if self._to_cpu else (cpu_all, gpu_all)
         return CopyBatch(sources, destinations, np.concatenate(sizes or nothing))
+
+    def _check(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, cpu_count: int) -> None:
+        """Refuse a transfer that does not fit the memory, before any address is computed.
+
+        Args:
+            gpu: The GPU side.
+            cpu: The CPU side.
+            cpu_count: Offloaded blocks that the groups fill.
+        """
+        num_groups = len(self._kv_caches.group_data_refs)
+        if len(gpu.group_sizes) != num_groups or min(gpu.group_sizes, default=0) < 0:
+            raise ValueError(
+                f"found the group sizes {list(gpu.group_sizes)}, expected a number of blocks for "
+                f"each of the {num_groups} KV cache groups"
+            )
+        if len(cpu.block_ids) != cpu_count:
+            raise ValueError(
+                f"groups of {list(gpu.group_sizes)} GPU blocks that begin at the logical blocks "
+                f"{list(gpu.block_indices)} fill {cpu_count} offloaded block(s) of "
+                f"{self._factor}, found {len(cpu.block_ids)} CPU block ids"
+            )
+        self._check_ids(gpu, [t.tensor.shape[0] for t in self._kv_caches.tensors])
+        self._check_ids(cpu, [t.shape[0] for t in self._cpu_tensors])
 
     def _addresses(
         self, tensor: KVTensor, ids: npt.NDArray[np.int32], factor: int, skip: int, count: int
@@ -188,6 +202,7 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
 
     @override
     def shutdown(self) -> None:
+        self._is_closed = True
         self._stream.close()
         # Exports of the shared region, which could not be unmapped while they live.
         self._cpu_tensors = ()

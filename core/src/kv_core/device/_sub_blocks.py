@@ -23,6 +23,9 @@ def expand_sub_blocks(
         Block id and position within the block of each sub-block, ``int64``, ``(count,)`` each.
         Blocks 0, 1, 2 with factor 2, skip 1, count 4 give (0, 1), (1, 0), (1, 1), (2, 0).
     """
+    if factor == 1:
+        # The usual case, and the side of the GPU in every other.
+        return block_ids[:count].astype(np.int64), np.zeros(count, dtype=np.int64)
     positions = np.arange(skip, skip + count, dtype=np.int64)
     return block_ids[positions // factor].astype(np.int64), positions % factor
 

@@ -38,7 +38,8 @@ class TorchCopyBackend:
         """Register memory.
 
         Args:
-            tensors: int8 tensors, on any device, that do not overlap in address space.
+            tensors: int8 tensors, on any device. They may share memory, as the layers of a
+                region do.
         """
         self._memory = _Memory(tensors)
         self._cuda_device = next((t.device for t in tensors if t.device.type == "cuda"), None)
@@ -53,10 +54,22 @@ class _Memory:
     """Finds the tensor that an address range lies in."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        ordered = sorted(tensors, key=tensor_address)
-        self._flat = [tensor.as_strided((_extent(tensor),), (1,)) for tensor in ordered]
-        self._starts = np.array([tensor_address(tensor) for tensor in ordered], dtype=np.int64)
-        self._ends = self._starts + np.array([len(flat) for flat in self._flat], dtype=np.int64)
+        # Without tensors that lie in another one, starts and ends both increase; then the last
+        # one that begins at or before a range has all of it, if any has.
+        self._flat: list[torch.Tensor] = []
+        starts: list[int] = []
+        ends: list[int] = []
+        for tensor in sorted(
+            tensors, key=lambda tensor: (tensor_address(tensor), -_extent(tensor))
+        ):
+            start = tensor_address(tensor)
+            end = start + _extent(tensor)
+            if not ends or end > ends[-1]:
+                self._flat.append(tensor.as_strided((end - start,), (1,)))
+                starts.append(start)
+                ends.append(end)
+        self._starts = np.array(starts, dtype=np.int64)
+        self._ends = np.array(ends, dtype=np.int64)
 
     def ranges(
         self, addresses: np.ndarray[Any, np.dtype[np.int64]], sizes: np.ndarray[Any, Any]
@@ -75,6 +88,8 @@ class _Memory:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first to past the last element of a strided int8 tensor."""
+    if tensor.numel() == 0:
+        return 0
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -84,16 +99,13 @@ def _extent(tensor: torch.Tensor) -> int:
 @final
 class _TorchStream:
     def __init__(self, memory: _Memory, cuda_device: torch.device | None) -> None:
-        self._memory = memory
-        self._closed = False
-        self._stream: torch.cuda.Stream | None = None
+        self._memory: _Memory | None = memory
+        self._stream: Any = None
         if cuda_device is not None:
-            import torch
-
-            self._stream = torch.cuda.Stream(device=cuda_device)
+            self._stream = _cuda().Stream(device=cuda_device)
 
     def submit(self, batch: CopyBatch) -> _TorchTicket:
-        if self._closed:
+        if self._memory is None:
             raise EngineStateError("the copy stream is closed")
         sources = self._memory.ranges(batch.sources, batch.sizes)
         destinations = self._memory.ranges(batch.destinations, batch.sizes)
@@ -102,12 +114,11 @@ class _TorchStream:
             _copy_all(sources, destinations)
             ticket.end()
             return ticket
-        import torch
-
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        cuda = _cuda()
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         # After the writers of the source and the readers of the destination.
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(cuda.current_stream(self._stream.device))
+        with cuda.stream(self._stream):
             start.record()
             _copy_all(sources, destinations)
             end.record()
@@ -115,9 +126,17 @@ class _TorchStream:
         return ticket
 
     def close(self) -> None:
-        self._closed = True
         if self._stream is not None:
             self._stream.synchronize()
+        # Its tensors are exports of the shared region, which could not be unmapped while they live.
+        self._memory = None
+
+
+def _cuda() -> Any:
+    """Return ``torch.cuda``, most of which has no types."""
+    import torch
+
+    return torch.cuda
 
 
 def _copy_all(sources: list[torch.Tensor], destinations: list[torch.Tensor]) -> None:
@@ -133,12 +152,12 @@ class _TorchTicket:
         self.error: BaseException | None = None
         self._started = time.perf_counter()
         self._elapsed_seconds = 0.0
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._events: tuple[Any, Any] | None = None
 
     def end(self) -> None:
         self._elapsed_seconds = time.perf_counter() - self._started
 
-    def follow(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+    def follow(self, start: Any, end: Any) -> None:
         self._events = (start, end)
 
     def done(self) -> bool:
