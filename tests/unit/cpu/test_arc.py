@@ -188,6 +188,19 @@ def test_a_returning_key_enters_t1_and_leaves_the_ghosts(keys: list[OffloadKey])
     assert lab.evict(1) == [keys[1]]
 
 
+def test_a_returning_key_no_longer_counts_as_a_ghost(keys: list[OffloadKey]) -> None:
+    """Four keys that came back leave B1 empty: a B2 hit then moves the target by 1, not 4."""
+    lab = Lab(10)
+    lab.insert(keys[:4])
+    lab.evict(4)
+    lab.insert_into_t2(keys[10:11])
+    lab.evict(1)
+    lab.insert(keys[:4])
+    lab.policy.target_t1_size = 8
+    lab.policy.touch([keys[10]])
+    assert lab.policy.target_t1_size == 7
+
+
 def test_ghost_lists_are_trimmed_to_the_capacity(keys: list[OffloadKey]) -> None:
     """The oldest ghosts go; a touch of one of them teaches nothing."""
     lab = Lab(2)

@@ -72,7 +72,8 @@ def test_completions_of_work_before_the_reset_are_ignored(
     manager.complete_store(keys[2:3], request_a, success=False)
     manager.complete_load(keys[:1], request_a)
     assert list(manager.take_events()) == []
-    assert manager.get_stats()["blocks_orphaned"] == 3
+    stats = manager.get_stats()
+    assert (stats["blocks_orphaned"], stats["blocks_pinned"]) == (3, 0)
     manager.on_reset_flushed()
     manager.complete_store(keys[1:3], request_a)
     manager.complete_load(keys[:1], request_a)
@@ -146,18 +147,41 @@ def test_a_cascade_read_keeps_its_slot_beyond_the_flush(
     assert primary.get_stats()["blocks_free"] == 4
 
 
+@pytest.mark.parametrize("is_flushed_first", [False, True])
 def test_a_slot_held_by_gpu_and_tier_waits_for_both(
-    primary: CPUPrimaryTierOffloadingManager, keys: list[OffloadKey], store: Store
+    is_flushed_first: bool,
+    primary: CPUPrimaryTierOffloadingManager,
+    keys: list[OffloadKey],
+    store: Store,
 ) -> None:
-    """Neither the flush nor the end of the read alone frees it."""
+    """Neither the flush nor the end of the read alone frees it, whichever comes first."""
     store(primary, keys[:1], "a")
     primary.prepare_load(keys[:1], ReqContext("a"))
     block_ids = primary.prepare_read(keys[:1])
     primary.reset_cache()
-    primary.complete_read(block_ids)
+    if is_flushed_first:
+        primary.on_reset_flushed()
+    else:
+        primary.complete_read(block_ids)
     assert primary.get_stats()["blocks_orphaned"] == 1
-    primary.on_reset_flushed()
+    if is_flushed_first:
+        primary.complete_read(block_ids)
+    else:
+        primary.on_reset_flushed()
     assert primary.get_stats()["blocks_free"] == 4
+
+
+def test_promises_of_lookup_end_with_a_reset(
+    keys: list[OffloadKey], request_a: ReqContext, store: Store
+) -> None:
+    """A hit from before the reset protects no block stored after it."""
+    manager = CPUOffloadingManager(1)
+    store(manager, keys[:1], "w")
+    assert manager.lookup(keys[0], request_a) is LookupResult.HIT
+    manager.reset_cache()
+    manager.on_reset_flushed()
+    store(manager, keys[:1], "w")
+    assert manager.prepare_store(keys[1:2], request_a) is not None
 
 
 def test_a_promotion_keeps_its_slot_beyond_the_flush(
