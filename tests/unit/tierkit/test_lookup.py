@@ -28,9 +28,11 @@ class Prober:
         self.withdrawn: list[OffloadKey] = []
 
     def post(self, questions: Sequence[Question]) -> None:
+        """Keep a batch."""
         self.batches.append(list(questions))
 
     def withdraw(self, key: OffloadKey) -> None:
+        """Note a withdrawal."""
         self.withdrawn.append(key)
 
 
@@ -48,6 +50,7 @@ class Lab:
         )
 
     def ask(self, key: OffloadKey, req_id: str = "a") -> bool | None:
+        """Ask for a request."""
         return self.lookup.ask(key, req_id)
 
     def answer(self, *answers: bool | Exception) -> None:
@@ -78,6 +81,7 @@ class Lab:
         self.lookup.settle_hits(claimed, {key}, req_id)
 
     def counts(self) -> tuple[int, int, int, int]:
+        """Return queries, hits, misses and errors."""
         stats = self.lookup.stats()
         return (
             int(stats["lookup_queries"]),

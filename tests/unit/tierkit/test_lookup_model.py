@@ -40,13 +40,16 @@ class LookupMachine(RuleBasedStateMachine):
         self.lost_for: set[tuple[str, OffloadKey]] = set()
 
     def post(self, questions: Sequence[Question]) -> None:
+        """Queue questions for the rule that answers."""
         self.posted.extend(questions)
 
     def withdraw(self, key: OffloadKey) -> None:
+        """Drop a question."""
         self.posted = [question for question in self.posted if question.key != key]
 
     @rule(key=st.sampled_from(KEYS), req_id=st.sampled_from(REQUESTS))
     def ask(self, key: OffloadKey, req_id: str) -> None:
+        """Look a key up."""
         answer = self.lookup.ask(key, req_id)
         if answer is None:
             since = self.waiting.setdefault((req_id, key), self.clock.now)
@@ -62,14 +65,17 @@ class LookupMachine(RuleBasedStateMachine):
 
     @rule()
     def end_step(self) -> None:
+        """End a step."""
         self.lookup.end_step()
 
     @rule(seconds=st.sampled_from([0.4, 1.0, 3.0]))
     def turn(self, seconds: float) -> None:
+        """Let time pass."""
         self.clock.turn(seconds)
 
     @rule(data=st.data(), fails=st.booleans())
-    def answer(self, data: st.DataObject, fails: bool) -> None:  # noqa: FBT001
+    def answer(self, data: st.DataObject, fails: bool) -> None:
+        """Answer any open question, truthfully or with an error."""
         if self.posted:
             question = self.posted.pop(data.draw(st.integers(0, len(self.posted) - 1)))
             there = question.key in self.backend
@@ -77,11 +83,13 @@ class LookupMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS))
     def submit_store(self, key: OffloadKey) -> None:
+        """Begin a store."""
         self.lookup.store_submitted([key])
         self.storing.append(key)
 
     @rule(data=st.data(), stored=st.booleans())
-    def finish_store(self, data: st.DataObject, stored: bool) -> None:  # noqa: FBT001
+    def finish_store(self, data: st.DataObject, stored: bool) -> None:
+        """End any store."""
         if self.storing:
             key = self.storing.pop(data.draw(st.integers(0, len(self.storing) - 1)))
             self.ticket += 1
@@ -105,6 +113,7 @@ class LookupMachine(RuleBasedStateMachine):
         req_id=st.sampled_from(REQUESTS),
     )
     def fail_load(self, key: OffloadKey, kind: JobErrorKind, req_id: str) -> None:
+        """Fail a load."""
         claimed = self.lookup.load_submitted([key], req_id)
         self.ticket += 1
         self.lookup.request_started("a")
@@ -115,12 +124,14 @@ class LookupMachine(RuleBasedStateMachine):
 
     @rule(req_id=st.sampled_from(REQUESTS))
     def finish_request(self, req_id: str) -> None:
+        """End a request."""
         self.lookup.request_finished(req_id)
         self.waiting = {pair: t for pair, t in self.waiting.items() if pair[0] != req_id}
         self.lost_for = {pair for pair in self.lost_for if pair[0] != req_id}
 
     @invariant()
     def queries_add_up(self) -> None:
+        """Queries are hits plus misses plus errors (MET-1)."""
         stats = self.lookup.stats()
         parts = stats["lookup_hits"] + stats["lookup_misses"] + stats["lookup_errors"]
         assert stats["lookup_queries"] == parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -21,6 +22,7 @@ class Task:
         self.thread = ""
 
     def __call__(self) -> None:
+        """Run."""
         self.thread = threading.current_thread().name
         self.entered.set()
         assert self.leave.wait(WAIT_S)
@@ -107,7 +109,7 @@ def test_a_task_that_raises_costs_no_thread(
     def fail() -> None:
         raise SystemExit(3)
 
-    pool.submit([fail, lambda: fail(), lambda: fail()], loads=True)
+    pool.submit([functools.partial(fail) for _ in range(3)], loads=True)
     loads = [Task() for _ in range(3)]
     pool.submit(loads, loads=True)
     assert all(load.entered.wait(WAIT_S) for load in loads)
@@ -144,7 +146,7 @@ def test_a_thread_that_cannot_start_stops_the_others(
     """A half-started pool leaves no thread behind (LIFE-4)."""
     before = threading.active_count()
     start = threading.Thread.start
-    started = []
+    started: list[threading.Thread] = []
 
     def start_two(thread: threading.Thread) -> None:
         if len(started) == 2:
@@ -161,5 +163,5 @@ def test_a_thread_that_cannot_start_stops_the_others(
 
 def test_one_thread_is_too_few() -> None:
     """A single thread cannot be free of stores."""
-    with pytest.raises(ValueError, match="at least 2 threads, .* found 1"):
+    with pytest.raises(ValueError, match=r"at least 2 threads, .* found 1"):
         LoadFirstPool(1, name="pool")

@@ -361,9 +361,7 @@ def test_results_outlive_their_request(driver: TierDriver) -> None:
     assert driver.wait(job_id).success
 
 
-def test_pending_work_lasts_until_the_result_is_fetched(
-    driver: TierDriver, tier: DictTier
-) -> None:
+def test_pending_work_lasts_until_the_result_is_fetched(driver: TierDriver, tier: DictTier) -> None:
     """An idle engine keeps stepping while a job is in flight or its result is not fetched."""
     assert not driver.tier.has_pending_work()
     tier.write_gate.clear()

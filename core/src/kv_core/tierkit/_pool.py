@@ -45,7 +45,7 @@ class LoadFirstQueue(Generic[TaskT]):
         return len(self._loads) + len(self._stores)
 
     def put(self, tasks: Iterable[TaskT], *, loads: bool) -> None:
-        """Queue tasks of one direction."""
+        """Queue tasks of one direction, each a distinct object."""
         queue = self._loads if loads else self._stores
         for task in tasks:
             queue[task] = None
@@ -122,7 +122,7 @@ class LoadFirstPool:
             raise
 
     def submit(self, tasks: Iterable[Callable[[], None]], *, loads: bool) -> None:
-        """Queue tasks. Returns at once."""
+        """Queue tasks, each a distinct object. Returns at once."""
         with self._changed:
             self._queue.put(tasks, loads=loads)
             # One wake-up; each thread that takes a task wakes the next. The submitter is the

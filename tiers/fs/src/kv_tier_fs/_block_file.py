@@ -28,14 +28,22 @@ if TYPE_CHECKING:
     from kv_core.contract import OffloadKey
     from kv_tier_fs._trailer import TrailerFormat
 
-__all__ = ["BlockFile", "BlockFiles", "FileIdentity"]
+__all__ = ["BlockFile", "BlockFiles", "FileIdentity", "identity_of"]
 
 logger = logging.getLogger(__name__)
 
-FileIdentity = tuple[int, int]
-"""Device and inode: which file it was, whatever its name says now."""
+FileIdentity = tuple[int, int, int]
+"""Device, inode and time of the last write: which file it was, whatever its name says now.
+
+The time, because inodes are used again, and nothing writes to a file once it is published.
+"""
 
 _OPEN_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def identity_of(status: os.stat_result) -> FileIdentity:
+    """Return which file a status is of."""
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 class _ThreadPages(threading.local):
@@ -86,7 +94,9 @@ class BlockFiles:
         Raises:
             OSError: The file cannot be opened.
         """
-        return self._open(path, os.O_RDONLY | _OPEN_FLAGS, direct=self.direct_read)
+        # Nonblocking, lest somebody's pipe under the name of a block stops the thread.
+        flags = os.O_RDONLY | os.O_NONBLOCK | _OPEN_FLAGS
+        return self._open(path, flags, direct=self.direct_read)
 
     def _open(self, path: str, flags: int, *, direct: bool) -> BlockFile:
         try:
@@ -145,7 +155,7 @@ class BlockFile:
         self._direct = direct
         self.descriptor = descriptor
         status = os.fstat(descriptor)
-        self.identity: FileIdentity = (status.st_dev, status.st_ino)
+        self.identity = identity_of(status)
         self._size_bytes = status.st_size
         self._regular = stat.S_ISREG(status.st_mode)
 

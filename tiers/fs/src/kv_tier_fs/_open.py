@@ -6,7 +6,7 @@ import errno
 import json
 import mmap
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,8 @@ from kv_tier_fs._trailer import FORMAT_VERSION
 from kv_tier_fs._writers import Writer, reclaim_dead_writers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kv_core.contract import PrimaryView
     from kv_tier_fs._block_file import BlockFiles
     from kv_tier_fs._layout import FileLayout
@@ -35,52 +37,53 @@ def open_storage(root_dir: Path, layout: FileLayout, namespace: Namespace) -> Wr
     Raises:
         TierOpenError: The root folder cannot be used, or holds something else.
     """
-    if root_dir.exists() and not root_dir.is_dir():
-        raise TierOpenError(
-            f"root_dir {root_dir} is not a directory: name a folder, or a path where one can be "
-            "made"
-        )
-    try:
+    with _explained(root_dir):
         _make_root(root_dir)
         for folder in (layout.namespace_dir, layout.blocks_dir, layout.writers_dir):
             make_folder(folder)
         reclaim_dead_writers(layout.writers_dir)
         writer = Writer(layout.writers_dir)
-    except OSError as error:
-        raise _open_error(root_dir, error) from error
-    try:
-        _settle_description(layout, namespace, writer)
-    except BaseException as error:
-        writer.close()
-        if isinstance(error, OSError) and not isinstance(error, TierOpenError):
-            raise _open_error(root_dir, error) from error
-        raise
+        try:
+            _settle_description(layout, namespace, writer)
+        except BaseException:
+            writer.close()
+            raise
     return writer
 
 
 def _make_root(root_dir: Path) -> None:
+    if root_dir.exists() and not root_dir.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root_dir))
     missing = root_dir
     while not missing.parent.exists():
         missing = missing.parent
     make_folders(root_dir, below=missing)
 
 
-def _open_error(root_dir: Path, error: OSError) -> TierOpenError:
-    reason = f"{error.strerror} (errno {error.errno}, {errno.errorcode.get(error.errno or 0)})"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return TierOpenError(
-            f"root_dir {root_dir} is on a full file system: {reason}. Free some space, or choose "
-            "another folder"
-        )
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return TierOpenError(
-            f"root_dir {root_dir} is not writable for user id {os.geteuid()}: {reason} at "
-            f"{error.filename}. Change its owner or mode, or choose another folder"
-        )
-    return TierOpenError(
-        f"root_dir {root_dir} cannot be used: {reason} at {error.filename}. Choose a folder that "
-        "this process can make and write"
-    )
+@contextmanager
+def _explained(root_dir: Path) -> Iterator[None]:
+    """Turn errors of the operating system into what was found and what to do."""
+    try:
+        yield
+    except TierOpenError:
+        raise
+    except OSError as error:
+        reason = f"{error.strerror} (errno {error.errno}, {errno.errorcode.get(error.errno or 0)})"
+        found = f"root_dir {root_dir} cannot be used: {reason} at {error.filename}"
+        advice = "Choose a folder that this process can make and write"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            found = f"root_dir {root_dir} is on a full file system: {reason}"
+            advice = "Free some space, or choose another folder"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            found = (
+                f"root_dir {root_dir} is not writable for user id {os.geteuid()}: {reason} at "
+                f"{error.filename}"
+            )
+            advice = "Change its owner or mode, or choose another folder"
+        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+            found = f"root_dir {root_dir} is not a directory: {reason} at {error.filename}"
+            advice = "Name a folder, or a path where one can be made"
+        raise TierOpenError(f"{found}. {advice}") from error
 
 
 # -- the description of the namespace -------------------------------------------------------------
@@ -167,10 +170,9 @@ def probe_io(root_dir: Path, files: BlockFiles, writer: Writer, primary: Primary
         path = writer.temporary_path()
         slot = primary.block(block_id)
         try:
-            files.create(path, key, slot)
-            _probe_read(files, path, alignment)
-        except OSError as error:
-            raise _open_error(root_dir, error) from error
+            with _explained(root_dir):
+                files.create(path, key, slot)
+                _probe_read(files, path, alignment)
         finally:
             slot.release()
             with suppress(FileNotFoundError):

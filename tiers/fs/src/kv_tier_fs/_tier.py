@@ -2,12 +2,14 @@
 
 **Who owns what.** Pool threads call the block functions, for one key never two stores at once.
 ``_distrusted`` is a dict that they set and delete single items of; nothing iterates over it.
-Everything else is set in :meth:`FsTier.open` and only read afterwards.
+``_writer`` is replaced under ``_reopening`` when its folder is gone. Everything else is set in
+:meth:`FsTier.open` and only read afterwards.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -16,7 +18,7 @@ from typing_extensions import override
 
 from kv_core.errors import BlockDamagedError, BlockMissingError
 from kv_core.tierkit import ThreadedTier
-from kv_tier_fs._block_file import BlockFiles
+from kv_tier_fs._block_file import BlockFiles, identity_of
 from kv_tier_fs._folders import make_folders
 from kv_tier_fs._layout import FileLayout
 from kv_tier_fs._open import open_storage, probe_io
@@ -42,14 +44,15 @@ class FsTier(ThreadedTier):
         self._writer: Writer | None = None
         # Objects of which a read failed, and which file that was. A store replaces them.
         self._distrusted: dict[OffloadKey, FileIdentity] = {}
-        root_dir = self.config.root_dir.absolute()
-        self._layout = FileLayout(root_dir, self.context.namespace)
+        self._reopening = threading.Lock()
+        self._root_dir = self.config.root_dir.absolute()
+        self._layout = FileLayout(self._root_dir, self.context.namespace)
         self._files = BlockFiles(
             TrailerFormat(self.context.namespace.fingerprint, self.context.block_bytes),
             direct_io=self.config.direct_io,
         )
-        self._writer = open_storage(root_dir, self._layout, self.context.namespace)
-        probe_io(root_dir, self._files, self._writer, self._source)
+        self._writer = open_storage(self._root_dir, self._layout, self.context.namespace)
+        probe_io(self._root_dir, self._files, self._writer, self._source)
 
     @override
     def close(self) -> None:
@@ -84,7 +87,25 @@ class FsTier(ThreadedTier):
         path = self._layout.block_path(key)
         if key not in self._distrusted and self._is_valid(path, key):
             return 0
-        temporary = self._temporary_path()
+        writer = self._writer_now()
+        try:
+            self._publish(writer.temporary_path(), path, key, data)
+        except FileNotFoundError:
+            # The folders were removed under the running tier, to empty the cache perhaps.
+            writer = self._reopen(writer)
+            self._publish(writer.temporary_path(), path, key, data)
+        self._distrusted.pop(key, None)
+        return len(data)
+
+    def _is_valid(self, path: str, key: OffloadKey) -> bool:
+        try:
+            with self._files.open(path) as file:
+                file.check_trailer(key)
+        except (OSError, BlockDamagedError):
+            return False
+        return True
+
+    def _publish(self, temporary: str, path: str, key: OffloadKey, data: memoryview) -> None:
         try:
             self._files.create(temporary, key, data)
             try:
@@ -96,18 +117,6 @@ class FsTier(ThreadedTier):
             with suppress(OSError):
                 os.unlink(temporary)  # noqa: PTH108 - as above
             raise
-        self._distrusted.pop(key, None)
-        return self._files.file_bytes
-
-    def _is_valid(self, path: str, key: OffloadKey) -> bool:
-        try:
-            with self._files.open(path) as file:
-                file.check_trailer(key)
-                # A use, in the one time stamp that every mount option keeps.
-                os.utime(file.descriptor)
-        except (OSError, BlockDamagedError):
-            return False
-        return True
 
     @override
     def retire(self, key: OffloadKey) -> None:
@@ -116,21 +125,38 @@ class FsTier(ThreadedTier):
             # Nothing was found. What is there by now, another process has just stored.
             return
         path = self._layout.block_path(key)
-        aside = self._temporary_path()
+        aside = self._writer_now().temporary_path()
         try:
             os.rename(path, aside)  # noqa: PTH104 - as above
         except FileNotFoundError:
             pass
         else:
-            status = os.lstat(aside)
-            if (status.st_dev, status.st_ino) != bad:
+            if identity_of(os.lstat(aside)) != bad:
                 # Another process has replaced the bad file since it was read: put it back.
-                with suppress(FileExistsError):
-                    os.link(aside, path, follow_symlinks=False)
-            os.unlink(aside)  # noqa: PTH108 - as above
+                _put_back(aside, path)
+            with suppress(FileNotFoundError):
+                os.unlink(aside)  # noqa: PTH108 - as above
         del self._distrusted[key]
 
-    def _temporary_path(self) -> str:
+    def _writer_now(self) -> Writer:
         if self._writer is None:
             raise AssertionError("block functions run between open() and close()")
-        return self._writer.temporary_path()
+        return self._writer
+
+    def _reopen(self, lost: Writer) -> Writer:
+        with self._reopening:
+            if self._writer is lost:
+                self._writer = open_storage(self._root_dir, self._layout, self.context.namespace)
+                lost.close()
+            return self._writer_now()
+
+
+def _put_back(aside: str, path: str) -> None:
+    try:
+        os.link(aside, path, follow_symlinks=False)
+    except FileExistsError:
+        # Replaced once more; that one is as good.
+        pass
+    except OSError:
+        # No hard links here. A rename may replace an equal file, never a better one.
+        os.rename(aside, path)  # noqa: PTH104 - as above
