@@ -52,3 +52,12 @@ def test_each_allocation_is_a_generation_that_is_being_written() -> None:
     assert (table.generations, table.ref_counts) == ([1, 0], [0, 0])
     table.allocate(2)
     assert table.generations == [2, 1]
+
+
+def test_slots_taken_one_by_one_are_those_taken_at_once() -> None:
+    """``allocate_one`` and ``allocate`` agree on order and state."""
+    one_by_one = _table_with_high_water_7_and_free_list_5_3()
+    at_once = _table_with_high_water_7_and_free_list_5_3()
+    assert [one_by_one.allocate_one() for _ in range(5)] == at_once.allocate(5) == [7, 8, 9, 3, 5]
+    assert one_by_one.generations == at_once.generations
+    assert one_by_one.ref_counts == at_once.ref_counts

@@ -71,6 +71,17 @@ class BlockTable:
             generations[block_id] += 1
         return block_ids
 
+    def allocate_one(self) -> int:
+        """Take one free slot, as :meth:`allocate` does. There must be one."""
+        block_id = self._high_water
+        if block_id < self.num_blocks:
+            self._high_water = block_id + 1
+        else:
+            block_id = self._free_list.pop()
+        self.ref_counts[block_id] = BEING_WRITTEN
+        self.generations[block_id] += 1
+        return block_id
+
     def free(self, block_ids: Iterable[int]) -> None:
         """Give slots back, whatever their state."""
         free_list, ref_counts = self._free_list, self.ref_counts

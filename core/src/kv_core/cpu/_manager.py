@@ -170,7 +170,7 @@ class CPUOffloadingManager(OffloadingManager):
         room = self.num_blocks - len(known)
         declined = new[room:]
         del new[room:]
-        evicted = self._make_room(new, protect(self._step_hits, known, protected))
+        evicted = self._make_room(new, known, protected)
         if evicted is None:
             self._counts["stores_declined"] += 1
             return None
@@ -324,9 +324,13 @@ class CPUOffloadingManager(OffloadingManager):
                 self._num_pinned -= 1
 
     def _make_room(
-        self, new: Sequence[OffloadKey], protected: Collection[OffloadKey]
+        self, new: Sequence[OffloadKey], *protected: Collection[OffloadKey]
     ) -> tuple[OffloadKey, ...] | None:
         """Evict until there are free slots for all of the new keys, or change nothing.
+
+        Args:
+            new: Distinct absent keys.
+            protected: What must stay, besides the hits of this step.
 
         Returns:
             The evicted keys; ``None`` when the new keys cannot be inserted now.
@@ -338,7 +342,7 @@ class CPUOffloadingManager(OffloadingManager):
             return ()
         if count > self._num_evictable:
             return None
-        victims = self._policy.evict(count, protected)
+        victims = self._policy.evict(count, protect(self._step_hits, *protected))
         if victims is None:
             return None
         evicted = tuple([key for key, _ in victims])
@@ -349,6 +353,12 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _insert(self, new: Sequence[OffloadKey]) -> list[int]:
         """Give absent keys free slots, in order; the first key ends up the most recent one."""
+        if len(new) == 1:
+            # Promotions reserve block by block, as lookups find them.
+            block_id = self._table.allocate_one()
+            self._num_writing += 1
+            self._policy.insert(new[0], block_id)
+            return [block_id]
         block_ids = self._table.allocate(len(new))
         self._num_writing += len(new)
         insert = self._policy.insert

@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from kv_core.cpu._blocks import BEING_WRITTEN
 from kv_core.cpu._manager import CPUOffloadingManager
-from kv_core.cpu._protection import protect
 from kv_core.errors import ConfigError, EngineStateError, RegionError
 
 if TYPE_CHECKING:
@@ -196,15 +195,15 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
                 f"{len(keys)} keys of a promotion hold only {len(set(keys))} distinct ones. "
                 "Nothing was reserved."
             )
-        evicted = self._make_room(keys, protect(self._step_hits, protected))
+        evicted = self._make_room(keys, protected)
         if evicted is None:
             return None
         block_ids = self._insert(keys)
+        slot_holds, generations = self._table.slot_holds, self._table.generations
         for block_id in block_ids:
-            self._table.slot_holds[block_id] = 1
-        generations = self._table.generations
+            slot_holds[block_id] = 1
         return PreparedWrite(
-            tuple(block_ids), tuple([generations[block_id] for block_id in block_ids]), evicted
+            tuple(block_ids), tuple(map(generations.__getitem__, block_ids)), evicted
         )
 
     def complete_write(
