@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kv_core.contract import OffloadKey
+
 GOOD_MODULE = """
 from kv_core.cpu.policies import LRUCachePolicy
 
@@ -103,3 +105,18 @@ def test_a_plugin_cannot_replace_a_built_in(
     """``lru`` always means the built-in policy."""
     install("acme", {"lru": "acme_policies:NotAPolicy"})
     assert isinstance(create_policy("lru", 4, [0] * 4), LRUCachePolicy)
+
+
+@pytest.mark.parametrize("name", ["lru", "arc"])
+def test_the_getter_answers_as_the_policy_does(name: str, keys: list[OffloadKey]) -> None:
+    """The function handed out once stays right while keys come and go."""
+    policy = create_policy(name, 4, [0] * 4)
+    slot_of = policy.getter()
+    policy.insert(keys[0], 0)
+    policy.insert(keys[1], 1)
+    policy.touch(keys[:1])
+    policy.evict(1, ())
+    policy.remove(keys[0])
+    policy.insert(keys[2], 0)
+    assert [slot_of(key) for key in keys[:3]] == [policy.get(key) for key in keys[:3]]
+    assert [slot_of(key) for key in keys[:3]] == [None, None, 0]

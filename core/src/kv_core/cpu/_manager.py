@@ -84,6 +84,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._slot_freed = slot_freed
         self._table = BlockTable(num_blocks)
         self._policy = create_policy(policy, num_blocks, self._table.ref_counts)
+        self._slot_of = self._policy.getter()
         self._num_pinned = 0
         self._num_writing = 0
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
@@ -102,7 +103,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        block_id = self._policy.get(key)
+        block_id = self._slot_of(key)
         if block_id is None:
             return _MISS
         if self._table.ref_counts[block_id] < 0:
@@ -161,11 +162,11 @@ class CPUOffloadingManager(OffloadingManager):
             protected: Further keys that must not be evicted, besides those of this call and the
                 hits of this step.
         """
-        get = self._policy.get
+        slot_of = self._slot_of
         new: list[OffloadKey] = []
         known: list[OffloadKey] = []
         for key in dict.fromkeys(keys):
-            (new if get(key) is None else known).append(key)
+            (new if slot_of(key) is None else known).append(key)
         # A call with more keys than slots could never be served whole.
         room = self.num_blocks - len(known)
         declined = new[room:]
@@ -187,12 +188,12 @@ class CPUOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, success: bool = True
     ) -> None:
-        get, ref_counts = self._policy.get, self._table.ref_counts
+        slot_of, ref_counts = self._slot_of, self._table.ref_counts
         slot_holds = self._table.slot_holds
         done: list[OffloadKey] = []
         block_ids: list[int] = []
         for key in keys:
-            block_id = get(key)
+            block_id = slot_of(key)
             # A slot held by id belongs to a promotion, which no store can complete.
             if block_id is None or ref_counts[block_id] >= 0 or slot_holds[block_id]:
                 continue
@@ -250,6 +251,7 @@ class CPUOffloadingManager(OffloadingManager):
                 self._unflushed_keys.add(key)
         # A new policy: what the old one learned is about blocks that are gone.
         self._policy = create_policy(self._policy_name, self.num_blocks, ref_counts)
+        self._slot_of = self._policy.getter()
         self._num_pinned = self._num_writing = 0
         self._loads.clear()
         self._used_keys.clear()
@@ -296,10 +298,10 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _pin(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Pin ready blocks, or none of them."""
-        get, ref_counts = self._policy.get, self._table.ref_counts
+        slot_of, ref_counts = self._slot_of, self._table.ref_counts
         block_ids: list[int] = []
         for key in keys:
-            block_id = get(key)
+            block_id = slot_of(key)
             if block_id is None or ref_counts[block_id] < 0:
                 state = "not present" if block_id is None else "still being written"
                 raise EngineStateError(

@@ -112,12 +112,12 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     def is_ready(self, key: OffloadKey) -> bool:
         """Say whether a block is present and readable. Promises nothing, unlike ``lookup``."""
-        block_id = self._policy.get(key)
+        block_id = self._slot_of(key)
         return block_id is not None and self._table.ref_counts[block_id] >= 0
 
     def block_id_of(self, key: OffloadKey) -> int | None:
         """Return the slot of a key that is present or being written, else ``None``."""
-        return self._policy.get(key)
+        return self._slot_of(key)
 
     def generation_of(self, block_id: int) -> int:
         """Return how often a slot was allocated so far."""
@@ -183,9 +183,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         Raises:
             EngineStateError: A key is present or given twice. Nothing was reserved.
         """
-        get = self._policy.get
+        slot_of = self._slot_of
         for key in keys:
-            if get(key) is not None:
+            if slot_of(key) is not None:
                 raise EngineStateError(
                     f"block {key.hex()} is present or being written already; look it up before a "
                     "promotion. Nothing was reserved."
@@ -229,7 +229,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             adopted = (
                 self._abandoned.pop(block_id, None) == key
                 and success
-                and self._policy.get(key) is None
+                and self._slot_of(key) is None
             )
             table.slot_holds[block_id] = 0
             if not adopted:
@@ -237,7 +237,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
                 return False
             self._orphans.discard(block_id)
             self._policy.insert(key, block_id)
-        elif self._policy.get(key) != block_id:
+        elif self._slot_of(key) != block_id:
             _logger.debug("ignored the end of a write of slot %d: it has another key", block_id)
             return False
         else:
@@ -260,7 +260,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         Returns:
             ``False`` when there is no such reservation, and then nothing has changed.
         """
-        if not self._is_being_promoted(block_id, generation) or self._policy.get(key) != block_id:
+        if not self._is_being_promoted(block_id, generation) or self._slot_of(key) != block_id:
             return False
         self._policy.remove(key)
         self._num_writing -= 1

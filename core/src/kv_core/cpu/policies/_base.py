@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kv_core.keys import OffloadKey
 
@@ -36,6 +36,14 @@ class CachePolicy(ABC):
     @abstractmethod
     def get(self, key: OffloadKey) -> int | None:
         """Return the slot of a key, or ``None`` when it is not present. Changes nothing."""
+
+    def getter(self) -> Callable[[OffloadKey], int | None]:
+        """Return a function that answers as :meth:`get` does, for as long as the policy lives.
+
+        A policy whose index is one mapping returns that mapping's own method: the manager asks
+        several times for every block, and a call into Python each time is most of the cost.
+        """
+        return self.get
 
     @abstractmethod
     def insert(self, key: OffloadKey, block_id: int) -> None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from kv_core.cpu.policies._base import CachePolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kv_core.keys import OffloadKey
 
@@ -33,6 +33,10 @@ class LRUCachePolicy(CachePolicy):
     @override
     def get(self, key: OffloadKey) -> int | None:
         return self._blocks.get(key)
+
+    @override
+    def getter(self) -> Callable[[OffloadKey], int | None]:
+        return self._blocks.get
 
     @override
     def insert(self, key: OffloadKey, block_id: int) -> None:
