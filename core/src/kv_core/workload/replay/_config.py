@@ -18,6 +18,18 @@ __all__ = ["ReplayConfig"]
 
 _PAGE_BYTES: Final = 4096
 
+# Settings of the engine that fields of the replay's own decide.
+_DECIDED_BY_FIELDS: Final = frozenset(
+    {
+        "block_size",
+        "blocks_per_chunk",
+        "cpu_bytes_to_use",
+        "eviction_policy",
+        "secondary_tiers",
+        "shm_dir",
+    }
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayConfig:
@@ -41,6 +53,9 @@ class ReplayConfig:
         stall_deadline_s: Seconds without any progress after which the replay gives up.
         shm_dir: Folder of the shared region.
         engine_options: Further settings for the offloading engine.
+
+    Raises:
+        ConfigError: A number is out of range, or an engine option repeats a field.
     """
 
     cpu_bytes: int = 64 * 2**20
@@ -71,6 +86,18 @@ class ReplayConfig:
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{name!r} must be at least {least}, found {value}", setting=name)
+        if not self.stall_deadline_s > 0:
+            raise ConfigError(
+                f"'stall_deadline_s' must be positive, found {self.stall_deadline_s}",
+                setting="stall_deadline_s",
+            )
+        repeated = sorted(_DECIDED_BY_FIELDS.intersection(self.engine_options))
+        if repeated:
+            raise ConfigError(
+                f"'engine_options' must not set {', '.join(repeated)}: a field of the replay's "
+                "config does",
+                setting=f"engine_options.{repeated[0]}",
+            )
         if self.cpu_bytes < self.row_bytes:
             raise ConfigError(
                 f"'cpu_bytes' is {self.cpu_bytes}, but one offloaded block takes {self.row_bytes} "

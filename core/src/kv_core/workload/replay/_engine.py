@@ -23,7 +23,7 @@ from kv_core.device import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCa
 from kv_core.errors import RequestTooLargeError
 from kv_core.keys import make_offload_key
 from kv_core.workload._checker import BlockChecker
-from kv_core.workload._content import poison
+from kv_core.workload._content import POISON_BYTE
 from kv_core.workload.replay._measurements import Measurements
 from kv_core.workload.replay._memory import open_gpu_memory
 from kv_core.workload.replay._pool import GpuBlockPool
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kv_core.plugins import TierRegistry
     from kv_core.workload._trace import Trace
     from kv_core.workload.replay._config import ReplayConfig
+    from kv_core.workload.replay._memory import GpuMemory
 
 __all__ = ["ReplayEngine", "replay_trace"]
 
@@ -85,18 +86,27 @@ class _Step:
         self.scheduled.append((request, tokens))
         self.budget -= tokens
 
-    def unschedule(self, request: ReplayRequest) -> None:
-        self.scheduled = [entry for entry in self.scheduled if entry[0] is not request]
-
 
 @final
 class ReplayEngine:
     """An inference engine that computes nothing, over the real offloading engine."""
 
     def __init__(
-        self, trace: Trace, config: ReplayConfig, *, registry: TierRegistry | None = None
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        *,
+        registry: TierRegistry | None = None,
+        memory: GpuMemory | None = None,
     ) -> None:
         """Build the whole engine: pool, region, tiers, connector.
+
+        Args:
+            trace: The requests.
+            config: Sizes and limits.
+            registry: Where tier types are looked up; by default what is installed.
+            memory: Pages of the GPU pool, as many and as large as the config says; by default
+                on a CUDA device if there is one, else in host memory.
 
         Raises:
             RequestTooLargeError: A request does not fit the GPU pool.
@@ -110,7 +120,8 @@ class ReplayEngine:
         self._measurements = Measurements(config.row_bytes)
         self._stopwatch = self._measurements.stopwatch
         self._checker = BlockChecker()
-        self._memory = open_gpu_memory(config.gpu_blocks, config.block_bytes)
+        self._memory = memory or open_gpu_memory(config.gpu_blocks, config.block_bytes)
+        self._poison = bytes([POISON_BYTE]) * config.row_bytes
         engine_id = f"replay-{os.getpid()}-{time.monotonic_ns()}"
         offloading = config.offloading_config(trace, engine_id)
         spec = TieringOffloadingSpec(
@@ -162,7 +173,7 @@ class ReplayEngine:
                 )
 
     def _poison_slot(self, block_id: int) -> None:
-        poison(self._primary.block(block_id))
+        self._primary.block(block_id)[:] = self._poison
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -185,6 +196,7 @@ class ReplayEngine:
                 last_progress, nap_s = time.perf_counter(), _SHORTEST_NAP_S
             else:
                 if time.perf_counter() - last_progress > self._config.stall_deadline_s:
+                    self._report.stalled = True
                     break
                 with self._stopwatch.measure("waiting for transfers"):
                     time.sleep(nap_s)
@@ -193,6 +205,9 @@ class ReplayEngine:
                 finished = self._report.requests_finished
                 progress(finished)
         self._report.wall_seconds = time.perf_counter() - started
+        self._report.jobs_unfinished = (
+            self._scheduler.num_jobs_in_flight + self._spec.num_jobs_in_flight
+        )
         self._count_unfinished()
         self._measurements.complete(self._report)
         self._report.stores_declined = self._scheduler.stores_declined
@@ -212,7 +227,8 @@ class ReplayEngine:
 
     def _count_unfinished(self) -> None:
         """Account for the blocks of requests that a stalled replay never admitted."""
-        for request in (*self._waiting, *self._source):
+        loading = [request for request, _, _ in self._loading.values()]
+        for request in (*loading, *self._waiting, *self._source):
             if not request.was_admitted:
                 self._report.blocks_requested += request.num_blocks
                 self._report.misses += request.num_blocks
@@ -221,8 +237,9 @@ class ReplayEngine:
         """Run one step.
 
         Returns:
-            Whether anything moved: a request computed, or a transfer ended.
+            Whether anything moved: a request computed, or a transfer or a tier's job ended.
         """
+        jobs_before = self._measurements.jobs_finished
         step = _Step(self._config.tokens_per_step)
         with self._stopwatch.measure("scheduling"):
             self._schedule_running(step)
@@ -233,9 +250,8 @@ class ReplayEngine:
         with self._stopwatch.measure("starting transfers"):
             self._worker.handle_preemptions(metadata)
         with self._stopwatch.measure("poisoning"):
-            for block_id in step.allocated:
-                # Nothing that was there may pass for what a load or the prefill brings.
-                self._memory.poison(block_id)
+            # Nothing that was there may pass for what a load or the prefill brings.
+            self._memory.poison(step.allocated)
         with self._stopwatch.measure("starting transfers"):
             self._worker.start_load_kv(metadata)
         with self._stopwatch.measure("writing prefill"):
@@ -248,7 +264,9 @@ class ReplayEngine:
         self._finish_requests(step)
         self._note_peaks()
         self._report.steps += 1
-        return bool(step.scheduled or output.finished)
+        return bool(
+            step.scheduled or output.finished or self._measurements.jobs_finished > jobs_before
+        )
 
     @staticmethod
     def _schedule_of(step: _Step) -> StepSchedule:
@@ -316,8 +334,11 @@ class ReplayEngine:
         return True
 
     def _preempt(self, step: _Step, victim: ReplayRequest) -> None:
-        """Take a request's blocks away; it starts over, with what it finds in the caches."""
-        step.unschedule(victim)
+        """Take a request's blocks away; it starts over, with what it finds in the caches.
+
+        Requests are scheduled oldest first and preempted youngest first, so the victim has no
+        part in this step yet.
+        """
         step.preempted_req_ids.add(victim.req_id)
         self._pool.release(victim.block_ids)
         victim.block_ids = []
@@ -414,7 +435,9 @@ class ReplayEngine:
         request.output_tokens = max(request.output_tokens, after - request.num_prompt_tokens)
 
     def _finish_loads(self, loads: LoadReport) -> None:
-        for req_id in sorted(loads.loaded_req_ids | loads.failed_req_ids):
+        ended = loads.loaded_req_ids | loads.failed_req_ids
+        # The load that was begun first ends up at the head of the queue.
+        for req_id in [req_id for req_id in reversed(self._loading) if req_id in ended]:
             request, tokens, levels = self._loading.pop(req_id)
             gpu_blocks = request.computed_tokens // self._tokens_per_block
             if req_id in loads.failed_req_ids:

@@ -20,6 +20,7 @@ class Measurements:
 
     Attributes:
         stopwatch: Adds up the time of named parts.
+        jobs_finished: Jobs of tiers that ended, well or badly.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -29,6 +30,7 @@ class Measurements:
             block_bytes: Bytes of one block between the primary and a tier.
         """
         self.stopwatch = Stopwatch()
+        self.jobs_finished = 0
         self._block_bytes = block_bytes
         self._bytes: defaultdict[str, int] = defaultdict(int)
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
@@ -42,6 +44,7 @@ class Measurements:
 
     def job_finished(self, report: JobReport) -> None:
         """Note a job between the primary tier and a secondary tier."""
+        self.jobs_finished += 1
         hop = f"{report.tier}_to_cpu" if report.is_promotion else f"cpu_to_{report.tier}"
         self._bytes[hop] += report.blocks_succeeded * self._block_bytes
         self._seconds[hop].append(report.seconds)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol, final
 import numpy as np
 
 from kv_core.device.copy import HostCopyBackend, TorchCopyBackend
-from kv_core.workload._content import fill_block, poison
+from kv_core.workload._content import POISON_BYTE, fill_block
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import numpy.typing as npt
     import torch
@@ -34,8 +34,8 @@ class GpuMemory(Protocol):
     def fill(self, block_id: int, key: bytes) -> None:
         """Write the content of a block."""
 
-    def poison(self, block_id: int) -> None:
-        """Destroy the content of a block."""
+    def poison(self, block_ids: Collection[int]) -> None:
+        """Destroy the content of blocks."""
 
     def read(self, block_id: int) -> memoryview:
         """Return the content of a block, in host memory, valid until the next call."""
@@ -49,6 +49,7 @@ class HostGpuMemory:
         self.tensor: npt.NDArray[np.int8] = np.zeros((num_blocks, block_bytes), dtype=np.int8)
         self._view = self.tensor.data.cast("B")
         self._block_bytes = block_bytes
+        self._poison = bytes([POISON_BYTE]) * block_bytes
 
     def copy_backend(self, cpu_tensors: Sequence[npt.NDArray[np.int8]]) -> CopyBackend:  # noqa: ARG002
         """Return the host back end, which takes any address."""
@@ -58,9 +59,11 @@ class HostGpuMemory:
         """Write the content of a block."""
         fill_block(key, self.read(block_id))
 
-    def poison(self, block_id: int) -> None:
-        """Destroy the content of a block."""
-        poison(self.read(block_id))
+    def poison(self, block_ids: Collection[int]) -> None:
+        """Destroy the content of blocks."""
+        # numpy would give the interpreter lock away for each of them, and wait to get it back.
+        for block_id in block_ids:
+            self.read(block_id)[:] = self._poison
 
     def read(self, block_id: int) -> memoryview:
         """Return the block itself."""
@@ -92,10 +95,12 @@ class TorchGpuMemory:
         fill_block(key, self._host)
         self.tensor[block_id].copy_(self._scratch)
 
-    def poison(self, block_id: int) -> None:
-        """Destroy the content of a block."""
-        poison(self._host)
-        self.tensor[block_id].copy_(self._scratch)
+    def poison(self, block_ids: Collection[int]) -> None:
+        """Destroy the content of blocks, where they are."""
+        import torch
+
+        rows = torch.tensor(list(block_ids), dtype=torch.int64, device=self.tensor.device)
+        self.tensor.index_fill_(0, rows, POISON_BYTE - 256)
 
     def read(self, block_id: int) -> memoryview:
         """Return a copy of the block in host memory."""

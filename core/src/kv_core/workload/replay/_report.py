@@ -59,6 +59,8 @@ class ReplayReport:
         preemptions: Times that a request lost its blocks to another.
         blocks_reloaded: Blocks loaded again after a preemption; not among the hits.
         steps: Steps of the engine.
+        stalled: Whether the replay gave up because nothing moved for ``stall_deadline_s``.
+        jobs_unfinished: Transfers and jobs of tiers that had not ended then.
         tokens_saved: Prompt tokens that did not have to be computed.
         wall_seconds: From the first step to the end of the last transfer.
         time_seconds: Where the wall time went.
@@ -81,6 +83,8 @@ class ReplayReport:
     preemptions: int = 0
     blocks_reloaded: int = 0
     steps: int = 0
+    stalled: bool = False
+    jobs_unfinished: int = 0
     tokens_saved: int = 0
     wall_seconds: float = 0.0
     time_seconds: dict[str, float] = field(default_factory=dict)
@@ -88,7 +92,7 @@ class ReplayReport:
 
     @property
     def is_sound(self) -> bool:
-        """Whether every request finished, every byte was right and the books balance."""
+        """Whether all requests and jobs ended, every byte was right and the books balance."""
         return not self.problems()
 
     def problems(self) -> list[str]:
@@ -99,6 +103,11 @@ class ReplayReport:
         if self.requests_finished != self.requests:
             unfinished = self.requests - self.requests_finished
             problems.append(f"{unfinished} of {self.requests} requests did not finish")
+        if self.stalled:
+            problems.append(
+                "the replay gave up because nothing moved any more; "
+                f"{self.jobs_unfinished} transfer(s) and tier job(s) had not ended"
+            )
         accounted = sum(self.hits.values()) + self.misses
         if accounted != self.blocks_requested:
             problems.append(
