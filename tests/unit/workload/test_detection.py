@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,6 @@ from kv_core.workload import detect_format, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     WriteLines = Callable[[str, list[Any]], Path]
 
