@@ -158,19 +158,28 @@ class ReplayEngine:
         self._loading: dict[str, tuple[ReplayRequest, int, list[str]]] = {}
 
     def _refuse_requests_too_large(self) -> None:
+        """Refuse a pool that the largest request, alone, does not fit."""
+        most_output = self._config.max_output_tokens
+        needed, largest = 0, None
         for request in self._trace.requests:
-            output = min(request.output_tokens, self._config.max_output_tokens)
-            needed = -(-(request.prompt_tokens + output) // self._tokens_per_block)
-            if needed > self._pool.num_blocks:
-                raise RequestTooLargeError(
-                    f"request {request.req_id!r} needs {needed} GPU blocks "
-                    f"({request.prompt_tokens} prompt and {output} output tokens, "
-                    f"{self._tokens_per_block} tokens per block), but the pool has "
-                    f"{self._pool.num_blocks}. Give the pool more blocks (--gpu-blocks)",
-                    req_id=request.req_id,
-                    needed_blocks=needed,
-                    pool_blocks=self._pool.num_blocks,
-                )
+            tokens = request.prompt_tokens + min(request.output_tokens, most_output)
+            blocks = -(-tokens // self._tokens_per_block)
+            if blocks > needed:
+                needed, largest = blocks, request
+        if largest is None or needed <= self._pool.num_blocks:
+            return
+        output = min(largest.output_tokens, most_output)
+        # One block of every pool is the null block.
+        raise RequestTooLargeError(
+            f"the largest request, {largest.req_id!r}, needs {needed} GPU blocks "
+            f"({largest.prompt_tokens} prompt and {output} output tokens, "
+            f"{self._tokens_per_block} tokens per block), but a pool of "
+            f"{self._config.gpu_blocks} has {self._pool.num_blocks} for requests. Give the pool "
+            f"at least {needed + 1} blocks (--gpu-blocks {needed + 1})",
+            req_id=largest.req_id,
+            needed_blocks=needed,
+            pool_blocks=self._pool.num_blocks,
+        )
 
     def _poison_slot(self, block_id: int) -> None:
         self._primary.block(block_id)[:] = self._poison
