@@ -46,7 +46,9 @@ class RecordingManager(OffloadingManager):
         return CPULoadStoreSpec([7])
 
     @override
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, success: bool = True
+    ) -> None:
         self.calls.append(("complete_load", keys, req_context))
 
     @override

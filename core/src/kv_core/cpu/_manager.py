@@ -121,7 +121,9 @@ class CPUOffloadingManager(OffloadingManager):
         return CPULoadStoreSpec(block_ids)
 
     @override
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, success: bool = True
+    ) -> None:
         load = (req_context.req_id, tuple(keys))
         count, block_ids = self._loads.get(load, (0, []))
         if not count:

@@ -106,7 +106,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return self._backing.prepare_load(keys, req_context)
 
     @override
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, success: bool = True
+    ) -> None:
         self._backing.complete_load(keys, req_context)
 
     @override

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kv_core.contract import OffloadPolicy, RequestOffloadingContext
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from kv_core.contract import (
         OffloadingEvent,
@@ -80,8 +80,13 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Unpin blocks whose copy to the GPU has ended."""
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, success: bool = True
+    ) -> None:
+        """Unpin blocks whose copy to the GPU has ended, well or badly.
+
+        Only what was delivered counts as a hit.
+        """
 
     @abstractmethod
     def prepare_store(
@@ -107,6 +112,13 @@ class OffloadingManager(ABC):
 
         Acts only on keys that are present and not ready, so a repetition is harmless.
         """
+
+    def take_lost_keys(self) -> Collection[OffloadKey]:
+        """Return blocks that an offer was told are known, and whose write failed after that.
+
+        Whoever offered them offers them again; otherwise the prefix keeps a hole.
+        """
+        return ()
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
         """Note that a request uses blocks, also those it found on the GPU.
@@ -155,6 +167,16 @@ class OffloadingManager(ABC):
 
     def on_reset_flushed(self) -> None:  # noqa: B027
         """Note that no worker reads or writes pre-reset blocks any more."""
+
+    def reset(self, epoch: int) -> None:  # noqa: ARG002
+        """Forget everything that was stored so far, everywhere, because the weights changed.
+
+        Ends like :meth:`reset_cache`, with :meth:`on_reset_flushed`. May block.
+
+        Args:
+            epoch: Counts the weight updates; larger than in any reset before.
+        """
+        self.reset_cache()
 
     def get_stats(self) -> Mapping[str, float]:
         """Return measurements by name."""

@@ -5,8 +5,21 @@ copy. Loads promote: a block found in a secondary tier is read into a reserved s
 primary tier, from where the worker copies it to the GPU.
 """
 
-from kv_core.tiering._config import TieringConfig
+from kv_core.tiering._config import EngineReset, TieringConfig
+from kv_core.tiering._health import HealthState
 from kv_core.tiering._manager import TieringOffloadingManager
 from kv_core.tiering._observer import JobObserver, JobReport
+from kv_core.tiering._options import TierMode, TierOptions
+from kv_core.tiering._requests import PARAMS_KEY
 
-__all__ = ["JobObserver", "JobReport", "TieringConfig", "TieringOffloadingManager"]
+__all__ = [
+    "PARAMS_KEY",
+    "EngineReset",
+    "HealthState",
+    "JobObserver",
+    "JobReport",
+    "TierMode",
+    "TierOptions",
+    "TieringConfig",
+    "TieringOffloadingManager",
+]

@@ -6,14 +6,24 @@ All state belongs to the thread that drives the tiering manager.
 from __future__ import annotations
 
 import logging
+import queue
+import sys
+import threading
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
-from kv_core.contract import ABSENT, JobId, JobMetadata, JobResult, RequestOffloadingContext
+from kv_core.contract import ABSENT, JobResult, RequestOffloadingContext
+from kv_core.errors import TierClosedError
+from kv_core.tiering._health import HealthState, TierHealth
+from kv_core.tiering._pressure import StorePressure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from kv_core.contract import (
+        Clock,
+        JobError,
+        JobId,
+        JobMetadata,
         LookupAnswer,
         OffloadingEvent,
         OffloadKey,
@@ -21,13 +31,74 @@ if TYPE_CHECKING:
         ScheduleEndContext,
     )
     from kv_core.plugins import OpenTier
+    from kv_core.tiering._config import TieringConfig
+    from kv_core.tiering._options import TierOptions
+    from kv_core.tiering._requests import RequestState
 
-__all__ = ["GuardedTier"]
+__all__ = ["GuardedTier", "TierJob"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LOG_EVERY: Final = 1000
+_COUNTS: Final = (
+    "hits",
+    "misses",
+    "errors",
+    "blocks_stored",
+    "blocks_failed",
+    "blocks_declined",
+    "blocks_dropped",
+    "blocks_throttled",
+    "blocks_skipped",
+    "jobs_stalled",
+)
+
+_HEALTH_VALUES: Final = {
+    HealthState.HEALTHY: 0,
+    HealthState.DEGRADED: 1,
+    HealthState.DETACHED: 2,
+}
 
 T = TypeVar("T")
+
+
+@final
+class TierJob:
+    """A job on its way through a tier, and its outcome once the tier has reported it.
+
+    Attributes:
+        metadata: As the tier got it.
+        block_ids: The slots. A list of the engine's own: the array in the metadata is the
+            tier's to sort, and slots are given back by what the engine reserved.
+        generations: Generation of each slot; only for loads.
+        deadline: When the engine stops waiting for it, seconds on its clock.
+        is_overdue: Whether that has happened. The slots stay out of use until the report.
+        was_taken: Whether the tier took it; an exception in submit is held against it already.
+        succeeded: Keys that were stored or loaded; none before the report.
+        error: Why keys failed, or ``None``.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "deadline",
+        "error",
+        "generations",
+        "is_overdue",
+        "metadata",
+        "succeeded",
+        "was_taken",
+    )
+
+    def __init__(
+        self, metadata: JobMetadata, deadline: float, generations: tuple[int, ...] = ()
+    ) -> None:
+        self.metadata = metadata
+        self.deadline = deadline
+        self.is_overdue = False
+        self.was_taken = True
+        self.block_ids: list[int] = metadata.block_ids.tolist()
+        self.generations = generations
+        self.succeeded: frozenset[OffloadKey] = frozenset()
+        self.error: JobError | None = None
 
 
 @final
@@ -36,90 +107,151 @@ class GuardedTier:
 
     An exception in a tier costs a recompute, never the engine: each call answers with the
     harmless outcome instead ("absent", "not accepted", "nothing finished"), the exception is
-    counted, and the first of every thousand per method is logged with its traceback.
+    counted, and the first of every thousand per method is logged with its traceback. Every
+    exception is a failure for the tier's health.
 
     Attributes:
         name: Name of the tier.
         index: Position in the lookup order.
-        max_job_keys: Most keys in one job, or ``None``.
+        options: What the user said of the tier.
+        limits: What the tier declares.
+        health: Whether the tier is to be used at all.
+        pressure: How many of its stores to drop.
+        counts: Lookups by outcome and what became of stores, in blocks.
+        inflight_store_bytes: Bytes of stores that were not reported yet.
         exceptions: Number of exceptions contained so far.
-        jobs: Jobs handed over and not yet reported: id to metadata and slot generations
-            (generations only for loads).
+        ignored_results: Number of results that were late, repeated, unknown or no results.
+        jobs: Jobs handed over and not yet reported.
     """
 
     __slots__ = (
         "_exceptions_by_method",
+        "_is_abandoned",
         "_manager",
+        "counts",
         "exceptions",
+        "health",
+        "ignored_results",
         "index",
+        "inflight_store_bytes",
         "jobs",
-        "max_job_keys",
+        "limits",
         "name",
+        "options",
+        "pressure",
     )
 
-    def __init__(self, tier: OpenTier, index: int) -> None:
+    def __init__(
+        self,
+        tier: OpenTier,
+        index: int,
+        options: TierOptions,
+        config: TieringConfig,
+        clock: Clock,
+    ) -> None:
         self.name = tier.name
         self.index = index
-        self.max_job_keys = tier.limits.max_job_keys
+        self.options = options
+        self.limits = tier.limits
+        self.health = TierHealth(tier.name, config, clock)
+        self.pressure = StorePressure(config.store_seconds_per_mib, clock)
+        self.counts = dict.fromkeys(_COUNTS, 0)
+        self.inflight_store_bytes = 0
         self.exceptions = 0
-        self.jobs: dict[JobId, tuple[JobMetadata, tuple[int, ...]]] = {}
+        self.ignored_results = 0
+        self.jobs: dict[JobId, TierJob] = {}
         self._manager = tier.manager
         self._exceptions_by_method: dict[str, int] = {}
+        self._is_abandoned = False
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupAnswer:
-        """Ask the tier; an exception is "absent"."""
+    def lookup(self, key: OffloadKey, state: RequestState) -> LookupAnswer:
+        """Ask the tier; an exception is "absent", and counts as an error instead of a miss."""
         try:
-            return self._manager.lookup(key, req_context)
+            answer = self._manager.lookup(key, state.context)
+            if answer is None or answer:
+                return None if answer is None else True
         except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
             self._contained("lookup")
+            self.resolve(key, state, "errors")
             return ABSENT
+        self.resolve(key, state, "misses")
+        return ABSENT
 
-    def submit(self, job: JobMetadata, generations: tuple[int, ...] = ()) -> bool:
+    def resolve(self, key: OffloadKey, state: RequestState, outcome: str) -> None:
+        """Count a lookup as a hit, a miss or an error: once for each request and key."""
+        if (key, self.index) not in state.resolved:
+            state.resolved.add((key, self.index))
+            self.counts[outcome] += 1
+
+    def submit(self, job: TierJob) -> bool:
         """Hand a job over.
 
         Returns:
             ``False`` when the tier raised: it has not taken the job and does not touch its
             slots.
         """
-        self.jobs[job.job_id] = (job, generations)
+        metadata = job.metadata
+        self.jobs[metadata.job_id] = job
         try:
-            if job.is_promotion:
-                self._manager.submit_load(job)
+            if metadata.is_promotion:
+                self._manager.submit_load(metadata)
             else:
-                self._manager.submit_store(job)
+                self._manager.submit_store(metadata)
         except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
-            del self.jobs[job.job_id]
-            self._contained("submit_load" if job.is_promotion else "submit_store")
+            del self.jobs[metadata.job_id]
+            job.was_taken = False
+            self._contained("submit_load" if metadata.is_promotion else "submit_store")
             return False
         return True
 
-    def finished(self) -> list[tuple[JobMetadata, tuple[int, ...], JobResult]]:
-        """Return newly finished jobs; repeated and unknown results are logged and dropped."""
-        nothing: list[JobResult] = []
-        results: list[JobResult] = self._call(
-            "get_finished_jobs", lambda: list(self._manager.get_finished_jobs()), nothing
-        )
-        known = []
-        for result in results:
-            entry = self.jobs.pop(result.job_id, None)
-            if entry is None:
-                self._count("unknown_results")
+    def finished(self) -> list[TierJob]:
+        """Return newly reported jobs; what is no result of a job in flight is ignored."""
+        finished: list[TierJob] = []
+        if self._is_abandoned:
+            # Another thread is still inside the tier, which expects one at a time.
+            return finished
+        try:
+            # One by one: when the tier raises half-way, what it has reported by then counts.
+            for result in self._manager.get_finished_jobs():
+                job = self._take_report(result)
+                if job is not None:
+                    finished.append(job)
+        except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
+            self._contained("get_finished_jobs")
+        return finished
+
+    def _take_report(self, result: object) -> TierJob | None:
+        job = None
+        if isinstance(result, JobResult) and isinstance(result.job_id, int):
+            job = self.jobs.pop(result.job_id, None)
+        if job is None or not isinstance(result, JobResult):
+            self.ignored_results += 1
+            if self.ignored_results % _LOG_EVERY == 1:
                 _LOGGER.warning(
-                    "tier %r reported job %s, which is not in flight; ignored",
+                    "tier %r reported %r, which is the result of no job in flight; ignored",
                     self.name,
-                    result.job_id,
+                    result,
                 )
-                continue
-            known.append((*entry, result))
-        return known
+            return None
+        job.error = result.error
+        job.succeeded = frozenset(job.metadata.keys)
+        if not result.success:
+            try:
+                # A tier may claim only what it was asked for.
+                job.succeeded = job.succeeded.intersection(result.successful_keys)
+            except TypeError:
+                job.succeeded = frozenset()
+                self._contained("get_finished_jobs")
+        return job
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Announce a request; an exception is the default policy."""
-        return self._call(
-            "on_new_request",
-            lambda: self._manager.on_new_request(req_context),
-            RequestOffloadingContext(),
+        """Announce a request; an exception, or no policy, is the default policy."""
+        answer: object = self._call(
+            "on_new_request", lambda: self._manager.on_new_request(req_context), None
         )
+        if isinstance(answer, RequestOffloadingContext):
+            return answer
+        return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Announce the end of a request."""
@@ -136,9 +268,7 @@ class GuardedTier:
         self._call("touch", lambda: self._manager.touch(keys, req_context), None)
 
     def has_pending_work(self) -> bool:
-        """Say whether the tier needs further steps; an exception is "no"."""
-        if self.jobs:
-            return True
+        """Say whether the tier itself asks for further steps; an exception is "no"."""
         return self._call("has_pending_work", self._manager.has_pending_work, default=False)
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -146,20 +276,57 @@ class GuardedTier:
         return self._call("take_events", lambda: list(self._manager.take_events()), [])
 
     def get_stats(self) -> dict[str, float]:
-        """Return the tier's measurements and the number of contained exceptions."""
-        empty: Mapping[str, float] = {}
-        stats = dict(self._call("get_stats", self._manager.get_stats, empty))
+        """Return the tier's own measurements, and under ``engine_`` what the engine saw of it.
+
+        ``engine_queries = engine_hits + engine_misses + engine_errors``, each counted when it is
+        known: a hit when the block was delivered to the primary tier.
+        """
+        empty: dict[str, float] = {}
+        stats = self._call("get_stats", lambda: dict(self._manager.get_stats()), empty)
+        for name, count in self.counts.items():
+            stats[f"engine_{name}"] = count
+        stats["engine_queries"] = sum(self.counts[name] for name in ("hits", "misses", "errors"))
+        stats["health"] = _HEALTH_VALUES[self.health.state]
+        stats["health_changes"] = self.health.changes
+        stats["store_drop_rate"] = self.pressure.drop_rate()
+        stats["inflight_store_bytes"] = self.inflight_store_bytes
         stats["contained_exceptions"] = self.exceptions
+        stats["ignored_results"] = self.ignored_results
         stats["jobs_in_flight"] = len(self.jobs)
         return stats
 
-    def drain_jobs(self) -> Collection[JobId]:
-        """Drain the tier. May block. After an exception, every job may still be running."""
-        return self._call("drain_jobs", self._manager.drain_jobs, tuple(self.jobs))
+    def drain_jobs(self, deadline_s: float) -> Collection[JobId]:
+        """Drain the tier. Blocks until the deadline at most.
 
-    def shutdown(self) -> Collection[JobId]:
-        """Shut the tier down. May block. After an exception, every job may still be running."""
-        return self._call("shutdown", self._manager.shutdown, tuple(self.jobs))
+        Returns:
+            Ids of jobs that may still be running: what the tier says, or all of them when it
+            raised or did not come back in time.
+        """
+        return self._within(deadline_s, "drain_jobs", self._manager.drain_jobs)
+
+    def shutdown(self, deadline_s: float) -> Collection[JobId]:
+        """Shut the tier down. Blocks until the deadline at most; returns as `drain_jobs` does."""
+        return self._within(deadline_s, "shutdown", self._manager.shutdown)
+
+    def _within(
+        self, deadline_s: float, method: str, call: Callable[[], Collection[JobId] | None]
+    ) -> Collection[JobId]:
+        """Make a blocking call on a thread of its own, so that a tier cannot hold the engine."""
+        answers: queue.SimpleQueue[Collection[JobId] | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            answers.put(self._call(method, lambda: tuple(call() or ()), None))
+
+        thread = threading.Thread(target=run, name=f"kv-{method}-{self.name}", daemon=True)
+        thread.start()
+        try:
+            answer = answers.get(timeout=deadline_s)
+        except queue.Empty:
+            self._is_abandoned = True
+            self.health.detach(f"{method} did not return within {deadline_s:g} s")
+            return tuple(self.jobs)
+        thread.join()
+        return tuple(self.jobs) if answer is None else answer
 
     def _call(self, method: str, call: Callable[[], T], default: T) -> T:
         try:
@@ -169,11 +336,19 @@ class GuardedTier:
             return default
 
     def _contained(self, method: str) -> None:
-        if self._count(method) % _LOG_EVERY == 1:
-            _LOGGER.error("tier %r raised in %s; contained, the engine goes on", self.name, method)
-
-    def _count(self, method: str) -> int:
+        """Count the exception being handled and log the first of every thousand."""
         self.exceptions += 1
         count = self._exceptions_by_method.get(method, 0) + 1
         self._exceptions_by_method[method] = count
-        return count
+        error = sys.exc_info()[1]
+        if isinstance(error, TierClosedError):
+            self.health.detach(f"closed: {error}")
+        else:
+            self.health.failed(f"{type(error).__name__} in {method}")
+        if count % _LOG_EVERY == 1:
+            _LOGGER.error(
+                "tier %r raised in %s; contained, the engine goes on",
+                self.name,
+                method,
+                exc_info=True,  # noqa: LOG014 - called by exception handlers only
+            )
