@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
-from kv_core.contract import ABSENT, JobId, JobMetadata, JobResult, RequestOffloadingContext
+from kv_core.contract import ABSENT, JobResult, RequestOffloadingContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from kv_core.contract import (
+        JobError,
+        JobId,
+        JobMetadata,
         LookupAnswer,
         OffloadingEvent,
         OffloadKey,
@@ -22,12 +25,35 @@ if TYPE_CHECKING:
     )
     from kv_core.plugins import OpenTier
 
-__all__ = ["GuardedTier"]
+__all__ = ["GuardedTier", "TierJob"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LOG_EVERY: Final = 1000
 
 T = TypeVar("T")
+
+
+@final
+class TierJob:
+    """A job on its way through a tier, and its outcome once the tier has reported it.
+
+    Attributes:
+        metadata: As the tier got it.
+        block_ids: The slots. A list of the engine's own: the array in the metadata is the
+            tier's to sort, and slots are given back by what the engine reserved.
+        generations: Generation of each slot; only for loads.
+        succeeded: Keys that were stored or loaded; none before the report.
+        error: Why keys failed, or ``None``.
+    """
+
+    __slots__ = ("block_ids", "error", "generations", "metadata", "succeeded")
+
+    def __init__(self, metadata: JobMetadata, generations: tuple[int, ...] = ()) -> None:
+        self.metadata = metadata
+        self.block_ids: list[int] = metadata.block_ids.tolist()
+        self.generations = generations
+        self.succeeded: frozenset[OffloadKey] = frozenset()
+        self.error: JobError | None = None
 
 
 @final
@@ -43,14 +69,15 @@ class GuardedTier:
         index: Position in the lookup order.
         max_job_keys: Most keys in one job, or ``None``.
         exceptions: Number of exceptions contained so far.
-        jobs: Jobs handed over and not yet reported: id to metadata and slot generations
-            (generations only for loads).
+        ignored_results: Number of results that were late, repeated, unknown or no results.
+        jobs: Jobs handed over and not yet reported.
     """
 
     __slots__ = (
         "_exceptions_by_method",
         "_manager",
         "exceptions",
+        "ignored_results",
         "index",
         "jobs",
         "max_job_keys",
@@ -62,64 +89,85 @@ class GuardedTier:
         self.index = index
         self.max_job_keys = tier.limits.max_job_keys
         self.exceptions = 0
-        self.jobs: dict[JobId, tuple[JobMetadata, tuple[int, ...]]] = {}
+        self.ignored_results = 0
+        self.jobs: dict[JobId, TierJob] = {}
         self._manager = tier.manager
         self._exceptions_by_method: dict[str, int] = {}
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupAnswer:
         """Ask the tier; an exception is "absent"."""
         try:
-            return self._manager.lookup(key, req_context)
+            answer = self._manager.lookup(key, req_context)
+            return None if answer is None else bool(answer)
         except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
             self._contained("lookup")
             return ABSENT
 
-    def submit(self, job: JobMetadata, generations: tuple[int, ...] = ()) -> bool:
+    def submit(self, job: TierJob) -> bool:
         """Hand a job over.
 
         Returns:
             ``False`` when the tier raised: it has not taken the job and does not touch its
             slots.
         """
-        self.jobs[job.job_id] = (job, generations)
+        metadata = job.metadata
+        self.jobs[metadata.job_id] = job
         try:
-            if job.is_promotion:
-                self._manager.submit_load(job)
+            if metadata.is_promotion:
+                self._manager.submit_load(metadata)
             else:
-                self._manager.submit_store(job)
+                self._manager.submit_store(metadata)
         except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
-            del self.jobs[job.job_id]
-            self._contained("submit_load" if job.is_promotion else "submit_store")
+            del self.jobs[metadata.job_id]
+            self._contained("submit_load" if metadata.is_promotion else "submit_store")
             return False
         return True
 
-    def finished(self) -> list[tuple[JobMetadata, tuple[int, ...], JobResult]]:
-        """Return newly finished jobs; repeated and unknown results are logged and dropped."""
-        nothing: list[JobResult] = []
-        results: list[JobResult] = self._call(
-            "get_finished_jobs", lambda: list(self._manager.get_finished_jobs()), nothing
-        )
-        known = []
-        for result in results:
-            entry = self.jobs.pop(result.job_id, None)
-            if entry is None:
-                self._count("unknown_results")
+    def finished(self) -> list[TierJob]:
+        """Return newly reported jobs; what is no result of a job in flight is ignored."""
+        finished: list[TierJob] = []
+        try:
+            # One by one: when the tier raises half-way, what it has reported by then counts.
+            for result in self._manager.get_finished_jobs():
+                job = self._take_report(result)
+                if job is not None:
+                    finished.append(job)
+        except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
+            self._contained("get_finished_jobs")
+        return finished
+
+    def _take_report(self, result: object) -> TierJob | None:
+        job = None
+        if isinstance(result, JobResult) and isinstance(result.job_id, int):
+            job = self.jobs.pop(result.job_id, None)
+        if job is None or not isinstance(result, JobResult):
+            self.ignored_results += 1
+            if self.ignored_results % _LOG_EVERY == 1:
                 _LOGGER.warning(
-                    "tier %r reported job %s, which is not in flight; ignored",
+                    "tier %r reported %r, which is the result of no job in flight; ignored",
                     self.name,
-                    result.job_id,
+                    result,
                 )
-                continue
-            known.append((*entry, result))
-        return known
+            return None
+        job.error = result.error
+        job.succeeded = frozenset(job.metadata.keys)
+        if not result.success:
+            try:
+                # A tier may claim only what it was asked for.
+                job.succeeded = job.succeeded.intersection(result.successful_keys)
+            except TypeError:
+                job.succeeded = frozenset()
+                self._contained("get_finished_jobs")
+        return job
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Announce a request; an exception is the default policy."""
-        return self._call(
-            "on_new_request",
-            lambda: self._manager.on_new_request(req_context),
-            RequestOffloadingContext(),
+        """Announce a request; an exception, or no policy, is the default policy."""
+        answer: object = self._call(
+            "on_new_request", lambda: self._manager.on_new_request(req_context), None
         )
+        if isinstance(answer, RequestOffloadingContext):
+            return answer
+        return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Announce the end of a request."""
@@ -147,19 +195,24 @@ class GuardedTier:
 
     def get_stats(self) -> dict[str, float]:
         """Return the tier's measurements and the number of contained exceptions."""
-        empty: Mapping[str, float] = {}
-        stats = dict(self._call("get_stats", self._manager.get_stats, empty))
+        empty: dict[str, float] = {}
+        stats = self._call("get_stats", lambda: dict(self._manager.get_stats()), empty)
         stats["contained_exceptions"] = self.exceptions
+        stats["ignored_results"] = self.ignored_results
         stats["jobs_in_flight"] = len(self.jobs)
         return stats
 
     def drain_jobs(self) -> Collection[JobId]:
         """Drain the tier. May block. After an exception, every job may still be running."""
-        return self._call("drain_jobs", self._manager.drain_jobs, tuple(self.jobs))
+        return self._call(
+            "drain_jobs", lambda: tuple(self._manager.drain_jobs() or ()), tuple(self.jobs)
+        )
 
     def shutdown(self) -> Collection[JobId]:
         """Shut the tier down. May block. After an exception, every job may still be running."""
-        return self._call("shutdown", self._manager.shutdown, tuple(self.jobs))
+        return self._call(
+            "shutdown", lambda: tuple(self._manager.shutdown() or ()), tuple(self.jobs)
+        )
 
     def _call(self, method: str, call: Callable[[], T], default: T) -> T:
         try:
@@ -169,11 +222,14 @@ class GuardedTier:
             return default
 
     def _contained(self, method: str) -> None:
-        if self._count(method) % _LOG_EVERY == 1:
-            _LOGGER.error("tier %r raised in %s; contained, the engine goes on", self.name, method)
-
-    def _count(self, method: str) -> int:
+        """Count the exception being handled and log the first of every thousand."""
         self.exceptions += 1
         count = self._exceptions_by_method.get(method, 0) + 1
         self._exceptions_by_method[method] = count
-        return count
+        if count % _LOG_EVERY == 1:
+            _LOGGER.error(
+                "tier %r raised in %s; contained, the engine goes on",
+                self.name,
+                method,
+                exc_info=True,  # noqa: LOG014 - called by exception handlers only
+            )

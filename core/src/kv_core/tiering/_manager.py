@@ -21,7 +21,7 @@ from kv_core.contract import (
 )
 from kv_core.engine import LookupResult, OffloadingManager
 from kv_core.tiering._config import TieringConfig
-from kv_core.tiering._guard import GuardedTier
+from kv_core.tiering._guard import GuardedTier, TierJob
 from kv_core.tiering._observer import JobObserver, JobReport
 from kv_core.tiering._requests import RequestState
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from kv_core.contract import (
         Clock,
-        JobResult,
         OffloadingEvent,
         OffloadKey,
         ReqContext,
@@ -107,6 +106,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._polled_this_step = False
         self._resetting = False
         self._is_shut_down = False
+        self._stuck_jobs: list[JobId] = []
         self._counts = {
             "promotions": 0,
             "promotions_failed": 0,
@@ -128,6 +128,8 @@ class TieringOffloadingManager(OffloadingManager):
             if not self._tiers or self._resetting:
                 return answer
             state = self._state(req_context)
+            if self._is_past_deadline(state):
+                return answer
             answer = self._lookup_below(key, state)
             if answer is LookupResult.MISS:
                 return answer
@@ -139,7 +141,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Ask the tiers in order; the first that has the block promotes it."""
         answer = LookupResult.MISS
         for tier in self._tiers:
-            if (key, tier.index) in state.failed:
+            if state.failed and (key, tier.index) in state.failed:
                 continue
             found = tier.lookup(key, state.context)
             if found:
@@ -149,8 +151,6 @@ class TieringOffloadingManager(OffloadingManager):
         return answer
 
     def _reserve(self, key: OffloadKey, tier: GuardedTier, state: RequestState) -> LookupResult:
-        if self._deadline_passed(state):
-            return LookupResult.MISS
         prepared = None
         if self._share_used < self._share_blocks:
             prepared = self._primary.prepare_write((key,))
@@ -169,8 +169,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _unknown(self, answer: LookupResult, state: RequestState) -> LookupResult:
         """Leave a request waiting, unless it has waited long enough."""
-        if self._deadline_passed(state):
-            self._counts["lookup_deadlines_passed"] += 1
+        if self._is_past_deadline(state):
             return LookupResult.MISS
         if state.first_unknown_at is None:
             state.first_unknown_at = self._clock()
@@ -179,11 +178,14 @@ class TieringOffloadingManager(OffloadingManager):
             self._waiting[state.context.req_id] = state
         return answer
 
-    def _deadline_passed(self, state: RequestState) -> bool:
-        if state.first_unknown_at is None:
-            return False
+    def _is_past_deadline(self, state: RequestState) -> bool:
+        if state.first_unknown_at is None or state.gave_up:
+            return state.gave_up
         waited_s = self._clock() - state.first_unknown_at
-        return waited_s > self._config.request_lookup_deadline_s
+        if waited_s > self._config.request_lookup_deadline_s:
+            state.gave_up = True
+            self._counts["lookup_deadlines_passed"] += 1
+        return state.gave_up
 
     def _is_oldest_waiting(self, state: RequestState) -> bool:
         """Say whether no older request holds or waits for a part of the share."""
@@ -219,6 +221,7 @@ class TieringOffloadingManager(OffloadingManager):
         if state is None:
             return
         state.first_unknown_at = None
+        state.gave_up = False
         if state.waiting:
             state.waiting = False
             del self._waiting[req_context.req_id]
@@ -253,8 +256,7 @@ class TieringOffloadingManager(OffloadingManager):
             for start, stop in _splits(len(keys), tier.max_job_keys):
                 part = keys if stop - start == len(keys) else keys[start:stop]
                 block_ids = self._primary.prepare_read(part)
-                if not self._submit(tier, part, block_ids, req_context):
-                    self._primary.complete_read(block_ids)
+                self._submit(tier, part, block_ids, req_context)
 
     def _submit(
         self,
@@ -263,13 +265,17 @@ class TieringOffloadingManager(OffloadingManager):
         block_ids: npt.NDArray[np.int32],
         req_context: ReqContext,
         generations: tuple[int, ...] | None = None,
-    ) -> bool:
+    ) -> None:
         """Hand over one job: a promotion when generations are given, else a store."""
         job_id = JobId(self._next_job_id)
         self._next_job_id += 1
         is_promotion = generations is not None
-        job = JobMetadata(job_id, keys, block_ids, is_promotion, req_context, self._clock())
-        return tier.submit(job, generations or ())
+        job = TierJob(
+            JobMetadata(job_id, keys, block_ids, is_promotion, req_context, self._clock()),
+            generations or (),
+        )
+        if not tier.submit(job):
+            self._end_job(tier, job)
 
     @override
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -283,70 +289,46 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             if not tier.jobs:
                 continue
-            for job, generations, result in tier.finished():
-                if job.is_promotion:
-                    succeeded = self._finish_promotion(tier, job, generations, result)
-                else:
-                    succeeded = self._finish_store(job, result)
-                if self._observer is not None:
-                    self._observer.job_finished(
-                        JobReport(
-                            tier=tier.name,
-                            is_promotion=job.is_promotion,
-                            blocks=len(job.keys),
-                            blocks_succeeded=succeeded,
-                            seconds=self._clock() - job.submit_time,
-                            error=result.error,
-                        )
-                    )
+            for job in tier.finished():
+                self._end_job(tier, job)
 
-    def _finish_store(self, job: JobMetadata, result: JobResult) -> int:
-        self._primary.complete_read(job.block_ids)
-        return len(job.keys) if result.success else len(result.successful_keys)
+    def _end_job(self, tier: GuardedTier, job: TierJob) -> None:
+        metadata = job.metadata
+        if metadata.is_promotion:
+            self._end_reservations(tier, job)
+        else:
+            self._primary.complete_read(job.block_ids)
+        if self._observer is not None:
+            self._observer.job_finished(
+                JobReport(
+                    tier=tier.name,
+                    is_promotion=metadata.is_promotion,
+                    blocks=len(metadata.keys),
+                    blocks_succeeded=len(job.succeeded),
+                    seconds=self._clock() - metadata.submit_time,
+                    error=job.error,
+                )
+            )
 
-    def _finish_promotion(
-        self,
-        tier: GuardedTier,
-        job: JobMetadata,
-        generations: tuple[int, ...],
-        result: JobResult,
-    ) -> int:
-        succeeded = job.keys if result.success else result.successful_keys
-        return self._end_reservations(
-            tier, job.req_context, job.keys, job.block_ids, generations, frozenset(succeeded)
-        )
-
-    def _end_reservations(
-        self,
-        tier: GuardedTier,
-        req_context: ReqContext,
-        keys: tuple[OffloadKey, ...],
-        block_ids: npt.NDArray[np.int32],
-        generations: tuple[int, ...],
-        succeeded: frozenset[OffloadKey],
-    ) -> int:
-        """Turn reservations into leases, or give their slots back.
-
-        Returns:
-            Number of blocks that became readable.
-        """
-        state = self._requests.get(req_context.req_id)
-        ready = 0
-        for key, block_id, generation in zip(keys, block_ids.tolist(), generations, strict=True):
-            if self._primary.complete_write(key, block_id, generation, key in succeeded):
-                ready += 1
-                if state is not None:
+    def _end_reservations(self, tier: GuardedTier, job: TierJob) -> None:
+        """Turn the reservations of a promotion into leases, or give their slots back."""
+        state = self._requests.get(job.metadata.req_context.req_id)
+        for key, block_id, generation in zip(
+            job.metadata.keys, job.block_ids, job.generations, strict=True
+        ):
+            succeeded = key in job.succeeded
+            self._counts["promotions" if succeeded else "promotions_failed"] += 1
+            is_ready = self._primary.complete_write(key, block_id, generation, succeeded)
+            if state is not None:
+                if not succeeded:
+                    state.failed.add((key, tier.index))
+                elif is_ready:
                     state.promoted[key] = tier.name
                     if state.waiting:
                         # The block's part of the share moves from reservation to lease.
                         state.leases[key] = int(self._primary.prepare_read((key,))[0])
                         continue
-            elif state is not None:
-                state.failed.add((key, tier.index))
             self._share_used -= 1
-        self._counts["promotions"] += ready
-        self._counts["promotions_failed"] += len(keys) - ready
-        return ready
 
     # -- requests and steps ---------------------------------------------------------------------
 
@@ -400,10 +382,7 @@ class TieringOffloadingManager(OffloadingManager):
                 part = slice(start, stop)
                 keys = tuple(promotions.keys[part])
                 generations = tuple(promotions.generations[part])
-                if not self._submit(tier, keys, block_ids[part], context, generations):
-                    self._end_reservations(
-                        tier, context, keys, block_ids[part], generations, succeeded=frozenset()
-                    )
+                self._submit(tier, keys, block_ids[part], context, generations)
 
     @property
     def num_jobs_in_flight(self) -> int:
@@ -418,22 +397,21 @@ class TieringOffloadingManager(OffloadingManager):
 
     @override
     def reset_cache(self) -> None:
-        queued, self._queued = self._queued, {}
-        for promotions in queued.values():
-            block_ids = np.array(promotions.block_ids, dtype=np.int32)
-            self._end_reservations(
-                promotions.tier,
-                promotions.context,
-                tuple(promotions.keys),
-                block_ids,
-                tuple(promotions.generations),
-                succeeded=frozenset(),
-            )
+        for promotions in self._queued.values():
+            # Nothing has failed: the tier may be asked for these blocks again.
+            for reservation in zip(
+                promotions.keys, promotions.block_ids, promotions.generations, strict=True
+            ):
+                self._primary.complete_write(*reservation, success=False)
+            self._share_used -= len(promotions.keys)
+        self._queued.clear()
         for state in list(self._waiting.values()):
             self._settle(state.context)
         for tier in self._tiers:
             tier.drain_jobs()
         self._poll()
+        for state in self._requests.values():
+            state.promoted.clear()
         self._resetting = True
         self._primary.reset_cache()
 
@@ -462,22 +440,21 @@ class TieringOffloadingManager(OffloadingManager):
 
     @override
     def shutdown(self) -> None:
-        if self._is_shut_down:
-            return
-        self._is_shut_down = True
-        stuck: list[JobId] = []
-        for tier in self._tiers:
-            # Drained first: what was confirmed in the primary reaches the tier.
-            tier.drain_jobs()
-        self._poll()
-        for tier in self._tiers:
-            stuck.extend(tier.shutdown())
-        if stuck:
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            for tier in self._tiers:
+                # Drained first: what was confirmed in the primary reaches the tier.
+                tier.drain_jobs()
+            self._poll()
+            for tier in self._tiers:
+                self._stuck_jobs.extend(tier.shutdown())
+        if self._stuck_jobs:
             _LOGGER.error(
-                "%d tier job(s) could not be stopped; the primary tier stays mapped", len(stuck)
+                "%d tier job(s) could not be stopped; the primary tier stays mapped",
+                len(self._stuck_jobs),
             )
-            return
-        self._primary.shutdown()
+        else:
+            self._primary.shutdown()
 
 
 def _splits(length: int, max_keys: int | None) -> list[tuple[int, int]]:

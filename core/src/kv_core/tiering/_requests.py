@@ -21,6 +21,7 @@ class RequestState:
         sequence: Order of arrival; smaller is older.
         waiting: Whether its last lookups were left without a final answer.
         first_unknown_at: When it was first left waiting, seconds on the engine's clock.
+        gave_up: Whether it has waited past its deadline: it is told yes or no from then on.
         leases: Promoted blocks held for the request, with their slots (pinned).
         promoted: Blocks that were promoted on its behalf, with the tier they came from.
         failed: Promotions that failed; not tried again for this request.
@@ -30,6 +31,7 @@ class RequestState:
     sequence: int
     waiting: bool = False
     first_unknown_at: float | None = None
+    gave_up: bool = False
     leases: dict[OffloadKey, int] = field(default_factory=dict)
     promoted: dict[OffloadKey, str] = field(default_factory=dict)
     failed: set[tuple[OffloadKey, int]] = field(default_factory=set)
