@@ -70,15 +70,15 @@ class Lab:
     def store(self, key: OffloadKey, *, stored: bool = True, ticket: int = 1) -> None:
         """Store a key from submit to result."""
         self.lookup.store_submitted([key])
-        self.lookup.store_finished(key, stored=stored, ticket=ticket)
+        self.lookup.store_finished([key], () if stored else (0,), [ticket])
 
     def fail_load(
         self, key: OffloadKey, kind: JobErrorKind, *, retired: bool = False, req_id: str = "a"
     ) -> None:
         """Fail a load from submit to result."""
-        claimed = self.lookup.load_submitted([key], req_id)
-        self.lookup.load_finished(key, BlockFailure(kind, "injected", 1, retired=retired))
-        self.lookup.settle_hits(claimed, {key}, req_id)
+        claim = self.lookup.load_submitted([key], req_id)
+        failure = BlockFailure(kind, "injected", 1, retired=retired)
+        self.lookup.load_finished([key], {0: failure}, claim)
 
     def counts(self) -> tuple[int, int, int, int]:
         """Return queries, hits, misses and errors."""
@@ -105,7 +105,7 @@ def test_questions_of_a_step_are_one_batch(lab: Lab) -> None:
     assert [lab.ask(K0), lab.ask(K1), lab.ask(K0, "b")] == [None, None, None]
     assert lab.prober.batches == []
     lab.lookup.end_step()
-    assert [[question.key for question in batch] for batch in lab.prober.batches] == [[K0, K1]]
+    assert [[key for key, _ in batch] for batch in lab.prober.batches] == [[K0, K1]]
 
 
 def test_answers_are_applied_at_the_next_call(lab: Lab) -> None:
@@ -311,7 +311,7 @@ def test_no_yes_while_the_only_store_is_in_flight(lab: Lab) -> None:
     lab.lookup.store_submitted([K0])
     lab.lookup.answer(lab.prober.batches[0][0], True)
     assert lab.ask(K0) is None
-    lab.lookup.store_finished(K0, stored=True, ticket=1)
+    lab.lookup.store_finished([K0], (), [1])
     assert lab.ask(K0) is True
 
 
@@ -342,9 +342,9 @@ def test_two_stores_of_one_key(lab: Lab) -> None:
     lab.lookup.store_submitted([K0])
     lab.lookup.store_submitted([K0])
     assert lab.ask(K0) is None
-    lab.lookup.store_finished(K0, stored=True, ticket=1)
+    lab.lookup.store_finished([K0], (), [1])
     assert lab.ask(K0) is True
-    lab.lookup.store_finished(K0, stored=True, ticket=2)
+    lab.lookup.store_finished([K0], (), [2])
     assert lab.ask(K0) is True
 
 
@@ -354,7 +354,7 @@ def test_a_block_evicted_during_its_store_is_not_promised(lab: Lab) -> None:
     lab.lookup.store_submitted([K0])
     lab.lookup.removed(K0, ticket=2)
     lab.lookup.read_news()
-    lab.lookup.store_finished(K0, stored=True, ticket=1)
+    lab.lookup.store_finished([K0], (), [1])
     assert lab.ask(K0) is None
 
 
@@ -364,7 +364,7 @@ def test_a_removal_from_before_the_store_is_history(lab: Lab) -> None:
     lab.lookup.store_submitted([K0])
     lab.lookup.removed(K0, ticket=1)
     lab.lookup.read_news()
-    lab.lookup.store_finished(K0, stored=True, ticket=2)
+    lab.lookup.store_finished([K0], (), [2])
     assert lab.ask(K0) is True
 
 
@@ -433,9 +433,9 @@ def test_a_store_ends_a_transient_failure(lab: Lab) -> None:
 def test_a_failed_load_from_before_a_store_is_history(lab: Lab) -> None:
     """A failure that is reported after a later store does not hide what was stored."""
     lab.know(K0, answer=True)
-    lab.lookup.load_submitted([K0], "a")
+    claim = lab.lookup.load_submitted([K0], "a")
     lab.store(K0, ticket=2)
-    lab.lookup.load_finished(K0, BlockFailure(JobErrorKind.DAMAGED, "injected", 1))
+    lab.lookup.load_finished([K0], {0: BlockFailure(JobErrorKind.DAMAGED, "injected", 1)}, claim)
     assert lab.ask(K0) is True
 
 
@@ -465,10 +465,9 @@ def test_a_hit_that_fails_to_load_becomes_a_miss(lab: Lab) -> None:
 def test_a_hit_moves_although_its_request_is_over(lab: Lab) -> None:
     """The end of the request does not make the statistics wrong (JOB-6)."""
     lab.know(K0, answer=True)
-    claimed = lab.lookup.load_submitted([K0], "a")
+    claim = lab.lookup.load_submitted([K0], "a")
     lab.lookup.request_finished("a")
-    lab.lookup.load_finished(K0, BlockFailure(JobErrorKind.FAILED, "injected", 1))
-    lab.lookup.settle_hits(claimed, {K0}, "a")
+    lab.lookup.load_finished([K0], {0: BlockFailure(JobErrorKind.FAILED, "injected", 1)}, claim)
     assert lab.counts() == (1, 0, 1, 0)
 
 

@@ -45,7 +45,7 @@ class LookupMachine(RuleBasedStateMachine):
 
     def withdraw(self, key: OffloadKey) -> None:
         """Drop a question."""
-        self.posted = [question for question in self.posted if question.key != key]
+        self.posted = [question for question in self.posted if question[0] != key]
 
     @rule(key=st.sampled_from(KEYS), req_id=st.sampled_from(REQUESTS))
     def ask(self, key: OffloadKey, req_id: str) -> None:
@@ -78,7 +78,7 @@ class LookupMachine(RuleBasedStateMachine):
         """Answer any open question, truthfully or with an error."""
         if self.posted:
             question = self.posted.pop(data.draw(st.integers(0, len(self.posted) - 1)))
-            there = question.key in self.backend
+            there = question[0] in self.backend
             self.lookup.answer(question, OSError("injected") if fails else there)
 
     @rule(key=st.sampled_from(KEYS))
@@ -97,7 +97,7 @@ class LookupMachine(RuleBasedStateMachine):
                 self.backend.add(key)
                 self.ever_stored.add(key)
                 self.lost_for = {pair for pair in self.lost_for if pair[1] != key}
-            self.lookup.store_finished(key, stored=stored, ticket=self.ticket)
+            self.lookup.store_finished([key], () if stored else (0,), [self.ticket])
             if stored:
                 # LOOK-3 and LOOK-7: present, or asked afresh when nobody remembered anything.
                 answer = self.lookup.ask(key, "a")
@@ -114,12 +114,12 @@ class LookupMachine(RuleBasedStateMachine):
     )
     def fail_load(self, key: OffloadKey, kind: JobErrorKind, req_id: str) -> None:
         """Fail a load."""
-        claimed = self.lookup.load_submitted([key], req_id)
+        claim = self.lookup.load_submitted([key], req_id)
         self.ticket += 1
         self.lookup.request_started("a")
         self.lookup.request_started("b")
-        self.lookup.load_finished(key, BlockFailure(kind, "injected", self.ticket))
-        self.lookup.settle_hits(claimed, {key}, req_id)
+        failure = BlockFailure(kind, "injected", self.ticket)
+        self.lookup.load_finished([key], {0: failure}, claim)
         self.lost_for |= {(living, key) for living in REQUESTS}
 
     @rule(req_id=st.sampled_from(REQUESTS))

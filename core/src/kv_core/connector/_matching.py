@@ -79,10 +79,9 @@ def match_prefix(
 
     Returns:
         Tokens, counted from the start of the request and including those the GPU has; ``None``
-        when an answer is still unknown. The last token is never included: the engine must
-        compute at least one to sample from.
+        when an answer is still unknown.
     """
-    tokens = min(blocks.request.num_tokens - 1, blocks.num_hashed_tokens)
+    tokens = blocks.num_hashed_tokens
     unknown = False
     shrunk = True
     while shrunk:
@@ -96,7 +95,13 @@ def match_prefix(
                 )
             else:
                 matched, is_unknown = _match_window(
-                    blocks, group_idx, group.sliding_window, tokens, config, manager
+                    blocks,
+                    group_idx,
+                    group.sliding_window,
+                    num_computed_tokens,
+                    tokens,
+                    config,
+                    manager,
                 )
             unknown |= is_unknown
             if matched < tokens:
@@ -138,28 +143,34 @@ def _match_window(
     blocks: RequestBlocks,
     group_idx: int,
     window: int,
+    num_computed_tokens: int,
     tokens: int,
     config: OffloadingConfig,
     manager: OffloadingManager,
 ) -> tuple[int, bool]:
-    """Scan from the end for the last run of hits that fills a window."""
+    """Scan from the end for the last run of hits that fills a window.
+
+    What the GPU has needs no lookup: a run that reaches it is long enough.
+    """
     size = config.tokens_per_offloaded_block(group_idx)
     end = tokens // size
     keys = blocks.keys(group_idx, end)
+    first = num_computed_tokens // size
     wanted = window_blocks(window, size)
     run = 0
     unknown = False
-    for index in range(end - 1, -1, -1):
+    for index in range(end - 1, first - 1, -1):
         answer = manager.lookup(keys[index], blocks.context)
         if answer is LookupResult.MISS:
+            # The run was too short, whatever its unknown blocks turn out to be.
             run = 0
+            unknown = False
             continue
         unknown |= answer is not LookupResult.HIT
         run += 1
         if run == wanted:
             return (index + run) * size, unknown
-    # The start of the request needs no full window before it.
-    return run * size, unknown
+    return (first + run) * size, unknown
 
 
 def window_blocks(window: int, block_tokens: int) -> int:

@@ -103,8 +103,8 @@ class ConnectorMetadata:
         loads: CPU to GPU, to start before the step's forward pass.
         stores: GPU to CPU, to start at the beginning of the *next* step, when the forward pass
             has written their source; those in ``flush_job_ids`` at once.
-        flush_job_ids: Stores, of this step or earlier, that must have ended before the forward
-            pass because their source is about to be overwritten.
+        flush_job_ids: Stores of this or earlier steps and loads of earlier ones that must have
+            ended before the step's loads and forward pass, which overwrite their GPU blocks.
     """
 
     loads: tuple[Transfer, ...] = ()

@@ -64,7 +64,7 @@ class _Job:
     Attributes:
         request: The request.
         keys: The blocks, offloaded.
-        gpu_block_ids: GPU blocks that a store reads.
+        gpu_block_ids: GPU blocks that it reads or writes.
         is_load: The direction.
         reports_due: Workers that have not reported yet.
         failed: Whether a worker reported failure.
@@ -129,7 +129,8 @@ class OffloadingConnectorScheduler:
 
         Returns:
             The number of tokens, or ``None`` to ask again in a later step; and whether the load
-            is asynchronous (always, when there is one).
+            is asynchronous (always, when there is one). The request's last token is never
+            counted, so the number ends within a block when every block was found.
         """
         state = self._state(request)
         if not state.touched:
@@ -138,8 +139,10 @@ class OffloadingConnectorScheduler:
         matched = match_prefix(state.blocks, num_computed_tokens, self._config, self._manager)
         if matched is None:
             return None, False
-        new_tokens = matched - num_computed_tokens
-        return new_tokens, new_tokens > 0
+        # The engine must compute at least one token to sample from. The block that holds the
+        # last one is loaded whole all the same.
+        new_tokens = min(matched, request.num_tokens - 1) - num_computed_tokens
+        return max(new_tokens, 0), new_tokens > 0
 
     def _touch(self, state: _Request) -> None:
         """Report the use of all full blocks, those on the GPU included, once per request."""
@@ -174,6 +177,7 @@ class OffloadingConnectorScheduler:
         gpu_block_ids: list[int] = []
         group_sizes: list[int] = []
         first_indices: list[int] = []
+        cursors = list(state.cursors)
         for group_idx in range(len(self._config.groups)):
             start, stop = self._blocks_to_load(group_idx, start_token, stop_token)
             table = block_ids[group_idx]
@@ -187,17 +191,21 @@ class OffloadingConnectorScheduler:
             gpu_block_ids.extend(table[start:stop])
             group_sizes.append(stop - start)
             first_indices.append(start)
-            # What is loaded is known below; there is no need to offer it again.
-            state.cursors[group_idx] = max(state.cursors[group_idx], stop // self._factor)
+            if first <= cursors[group_idx]:
+                # What is loaded is known below; there is no need to offer it again. Blocks
+                # before it that only the GPU has still are to be offered.
+                cursors[group_idx] = max(cursors[group_idx], stop // self._factor)
         source = self._manager.prepare_load(keys, state.blocks.context)
+        state.cursors = cursors
         destination = GPULoadStoreSpec(gpu_block_ids, group_sizes, first_indices)
-        job_id = self._new_job(state, tuple(keys), frozenset(), is_load=True)
+        job_id = self._new_job(state, tuple(keys), frozenset(gpu_block_ids), is_load=True)
         self._loads.append(Transfer(job_id, request.req_id, (source, destination)))
 
     def _blocks_to_load(self, group_idx: int, start_token: int, stop_token: int) -> tuple[int, int]:
         """Return the range of GPU blocks of a group that a load fills."""
         group = self._config.groups[group_idx]
-        start, stop = start_token // group.tokens_per_block, stop_token // group.tokens_per_block
+        tokens = group.tokens_per_block
+        start, stop = start_token // tokens, -(-stop_token // tokens)
         if group.sliding_window is not None:
             offloaded_tokens = self._config.tokens_per_offloaded_block(group_idx)
             reach = window_blocks(group.sliding_window, offloaded_tokens) * self._factor
@@ -212,7 +220,7 @@ class OffloadingConnectorScheduler:
         Args:
             schedule: What the engine decided. Empty when it only lets transfers finish.
         """
-        flush = self._stores_to_flush(schedule)
+        flush = self._jobs_to_flush(schedule)
         for req_id in schedule.preempted_req_ids:
             state = self._requests.get(req_id)
             if state is not None:
@@ -227,6 +235,7 @@ class OffloadingConnectorScheduler:
                 # Its GPU blocks are free already: copy before this step overwrites them.
                 stores.append(transfer)
                 flush.add(transfer.job_id)
+        for state in finished:
             self._manager.on_request_finished(state.blocks.context)
         self._manager.on_schedule_end(
             ScheduleEndContext(schedule.new_req_ids, schedule.preempted_req_ids)
@@ -234,12 +243,17 @@ class OffloadingConnectorScheduler:
         loads, self._loads = tuple(self._loads), []
         return ConnectorMetadata(loads, tuple(stores), frozenset(flush))
 
-    def _stores_to_flush(self, schedule: StepSchedule) -> set[int]:
-        """Find stores whose source this step overwrites, or whose request lost its blocks."""
+    def _jobs_to_flush(self, schedule: StepSchedule) -> set[int]:
+        """Find transfers of earlier steps in whose GPU blocks this step writes something else.
+
+        Stores of preempted requests count in any case. A load is among them when its request
+        was aborted: its blocks are free while it still writes to them.
+        """
+        begins_now = {load.job_id for load in self._loads}
         return {
             job_id
             for job_id, job in self._jobs.items()
-            if not job.is_load
+            if job_id not in begins_now
             and (
                 job.request.blocks.context.req_id in schedule.preempted_req_ids
                 or not job.gpu_block_ids.isdisjoint(schedule.allocated_block_ids)
@@ -331,7 +345,8 @@ class OffloadingConnectorScheduler:
                 continue
             del self._jobs[job_id]
             self._complete(job, report)
-        if self._resetting and not self._jobs:
+        # Jobs begun since the reset must not delay its end: there is always one in flight.
+        if self._resetting and not any(job.stale for job in self._jobs.values()):
             self._resetting = False
             self._manager.on_reset_flushed()
         return report
@@ -341,6 +356,8 @@ class OffloadingConnectorScheduler:
         if job.is_load:
             if not job.stale:
                 self._manager.complete_load(job.keys, context)
+            if self._requests.get(context.req_id) is not job.request:
+                return
             if job.failed:
                 # The blocks are computed instead, and then offered like any other.
                 job.request.cursors = [0] * len(job.request.cursors)
@@ -349,6 +366,21 @@ class OffloadingConnectorScheduler:
                 report.loaded_req_ids.add(context.req_id)
         elif not job.stale:
             self._manager.complete_store(job.keys, context, success=not job.failed)
+            if job.failed:
+                self._offer_again(job.keys)
+
+    def _offer_again(self, keys: Iterable[OffloadKey]) -> None:
+        """Move cursors back to blocks that were not stored after all.
+
+        Not only those of the request that tried: others were told that the blocks are known.
+        """
+        failed = frozenset(keys)
+        for state in (*self._requests.values(), *self._finished):
+            for group_idx, cursor in enumerate(state.cursors):
+                taken = state.blocks.keys(group_idx, cursor)[:cursor]
+                state.cursors[group_idx] = next(
+                    (index for index, key in enumerate(taken) if key in failed), cursor
+                )
 
     def request_finished(self, request: KVRequest) -> bool:
         """Note the end of a request, finished or aborted. Unknown requests are fine.
@@ -386,6 +418,9 @@ class OffloadingConnectorScheduler:
             job.stale = True
         for state in self._requests.values():
             state.cursors = [0] * len(state.cursors)
+        for state in self._finished:
+            # Whatever a reset is to get rid of must not come back in their last blocks.
+            state.block_ids = ()
         self._resetting = bool(self._jobs)
         if not self._resetting:
             self._manager.on_reset_flushed()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from pydantic import ValidationError
 from typing_extensions import override
 
-from kv_core.contract import NullMetrics, PrimaryView
+from kv_core.contract import NullMetrics, PrimaryView, parse_tier_config
 from kv_core.cpu import (
     CPUOffloadingManager,
     CPUPrimaryTierOffloadingManager,
@@ -32,7 +33,7 @@ from kv_core.plugins import TierRegistry, open_tier, parse_secondary_tiers
 from kv_core.tiering import TieringConfig, TieringOffloadingManager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -80,6 +81,7 @@ class HostBackedSpec(OffloadingSpec):
         """
         super().__init__(config)
         self.geometry = PrimaryGeometry.from_config(config)
+        self._reuse_filter = _reuse_filter(config.extra_config)
         self._slot_freed = slot_freed
         self._copy_backend = copy_backend
         self._region: SharedOffloadRegion | None = None
@@ -111,22 +113,22 @@ class HostBackedSpec(OffloadingSpec):
 
     @override
     def get_manager(self) -> OffloadingManager:
-        if self._manager is None:
-            self._manager = self._filtered(self._create_manager())
-        return self._manager
+        """Return the manager, making it on the first call.
 
-    def _filtered(self, manager: OffloadingManager) -> OffloadingManager:
-        """Put the reuse filter in front when the user asked for one."""
-        threshold = self.config.extra_config.get("store_threshold", 0)
-        if type(threshold) is not int or threshold < 0:
-            raise ConfigError(
-                f"'store_threshold' must be an integer >= 0, found {threshold!r}",
-                setting="store_threshold",
-            )
-        if threshold < 2:
-            return manager
-        size = self.config.extra_config.get("max_tracker_size", 64_000)
-        return FilterReusedOffloadingManager(manager, threshold, size)
+        Raises:
+            KVCoreError: It cannot be made. What was opened for it is closed again.
+        """
+        if self._manager is None:
+            try:
+                manager = self._create_manager()
+            except BaseException:
+                if self._handlers is None:
+                    self._close_memory()
+                raise
+            if self._reuse_filter is not None:
+                manager = FilterReusedOffloadingManager(manager, *self._reuse_filter)
+            self._manager = manager
+        return self._manager
 
     @override
     def get_handlers(
@@ -156,19 +158,28 @@ class HostBackedSpec(OffloadingSpec):
             self._handlers.cpu_to_gpu.shutdown()
             self._handlers = None
         if self._manager is not None:
-            self._manager.shutdown()
-            self._manager = None
-        if self._primary_view is not None:
-            self._primary_view.release()
-            self._primary_view = None
-        if self._region is not None:
+            manager, self._manager = self._manager, None
             try:
-                self._region.close()
+                manager.shutdown()
             except RegionError:
-                # Only after I/O that could not be stopped, which the manager has logged: pages
-                # that it may still touch must stay mapped until the process ends.
-                _LOGGER.exception("the shared region stays mapped")
-            self._region = None
+                _LOGGER.exception("the primary tier is still in use")
+        self._close_memory()
+
+    def _close_memory(self) -> None:
+        """Unmap the region, unless somebody still holds a part of it.
+
+        Only a tier that does not let go, or I/O that could not be stopped, can be the reason:
+        pages that are still touched must stay mapped until the process ends.
+        """
+        try:
+            if self._primary_view is not None:
+                self._primary_view.release()
+                self._primary_view = None
+            if self._region is not None:
+                self._region.close()
+                self._region = None
+        except (BufferError, RegionError):
+            _LOGGER.exception("the shared region stays mapped")
 
 
 @final
@@ -237,23 +248,24 @@ class TieringOffloadingSpec(HostBackedSpec):
         # Unknown types and impossible settings show before memory is taken.
         registry = self._registry or TierRegistry()
         for settings in self._tier_settings:
-            registry.spec(settings.type)
-        tiers: list[OpenTier] = []
-        try:
-            for settings in self._tier_settings:
-                tiers.append(self._open(settings, registry))  # noqa: PERF401 - closed on failure
+            model = registry.spec(settings.type).config_model
+            parse_tier_config(settings.name, model, settings.settings)
+        with ExitStack() as opened:
+            view = opened.enter_context(self._open_region().create_kv_memoryview())
             primary = CPUPrimaryTierOffloadingManager(
                 self.geometry.num_blocks,
-                self._open_region().create_kv_memoryview(),
+                view,
                 self.geometry.block_bytes,
                 self.config.extra_config.get("eviction_policy", "lru"),
                 enable_events=self.config.enable_events,
                 slot_freed=self._slot_freed,
             )
-        except BaseException:
-            for tier in tiers:
-                tier.manager.shutdown()
-            raise
+            tiers: list[OpenTier] = []
+            for settings in self._tier_settings:
+                tier = self._open(settings, registry)
+                opened.callback(_abandon, tier)
+                tiers.append(tier)
+            opened.pop_all()
         self._tiering = TieringOffloadingManager(
             primary,
             tiers,
@@ -276,7 +288,27 @@ class TieringOffloadingSpec(HostBackedSpec):
         )
 
 
-def _tiering_config(extra_config: Any) -> TieringConfig:
+def _abandon(tier: OpenTier) -> None:
+    """Shut a tier down while another error is on its way, which must not be replaced."""
+    try:
+        tier.manager.shutdown()
+    except Exception:
+        _LOGGER.exception("tier %r raised in shutdown", tier.name)
+
+
+def _reuse_filter(extra_config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return threshold and size of the reuse filter, or ``None`` without one."""
+    threshold = extra_config.get("store_threshold", 0)
+    size = extra_config.get("max_tracker_size", 64_000)
+    for setting, value, least in (("store_threshold", threshold, 0), ("max_tracker_size", size, 1)):
+        if type(value) is not int or value < least:
+            raise ConfigError(
+                f"{setting!r} must be an integer >= {least}, found {value!r}", setting=setting
+            )
+    return (threshold, size) if threshold >= 2 else None
+
+
+def _tiering_config(extra_config: Mapping[str, Any]) -> TieringConfig:
     settings = {
         name: extra_config[name] for name in TieringConfig.model_fields if name in extra_config
     }

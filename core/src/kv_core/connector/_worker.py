@@ -49,9 +49,9 @@ class OffloadingConnectorWorker:
             self._worker.register_handler(source_type, destination_type, handler)
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        """Begin a step: start the stores deferred from the last one and finish the flushed ones.
+        """Begin a step: start the stores deferred from the last one, finish what is to be flushed.
 
-        On return, memory that the step hands out again is no longer read.
+        On return, no transfer touches memory that the step hands out again.
         """
         for store in self._deferred:
             self._begin(store)
@@ -88,3 +88,5 @@ class OffloadingConnectorWorker:
     def shutdown(self) -> None:
         """Finish transfers in flight and release everything. Idempotent."""
         self._worker.shutdown()
+        # Handlers hold arrays over the shared region, which could not be unmapped under them.
+        self._worker = OffloadingWorker()

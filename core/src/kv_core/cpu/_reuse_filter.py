@@ -109,7 +109,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def complete_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, success: bool = True
     ) -> None:
-        self._backing.complete_load(keys, req_context)
+        self._backing.complete_load(keys, req_context, success=success)
 
     @override
     def complete_store(

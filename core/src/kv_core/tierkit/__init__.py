@@ -9,7 +9,7 @@ want as well.
 from kv_core.tierkit._asyncio import AsyncioTier
 from kv_core.tierkit._config import TierKitConfig
 from kv_core.tierkit._errors import BlockFailure
-from kv_core.tierkit._lookup import AsyncLookup, Prober, Question
+from kv_core.tierkit._lookup import AsyncLookup, HitClaim, Prober, Question
 from kv_core.tierkit._pool import LoadFirstPool
 from kv_core.tierkit._threaded import ThreadedTier
 
@@ -17,6 +17,7 @@ __all__ = [
     "AsyncLookup",
     "AsyncioTier",
     "BlockFailure",
+    "HitClaim",
     "LoadFirstPool",
     "Prober",
     "Question",

@@ -148,7 +148,7 @@ class AsyncioTier(KitTier):
     async def _answer(self, questions: list[Question]) -> None:
         answers: Sequence[bool | BaseException]
         try:
-            answers = await self.exists_many([question.key for question in questions])
+            answers = await self.exists_many([key for key, _ in questions])
         except BaseException as error:  # noqa: BLE001 - the whole batch was not answered
             answers = [without_frames(error)] * len(questions)
         for question, answer in zip(questions, answers, strict=True):

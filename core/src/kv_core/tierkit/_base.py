@@ -214,8 +214,7 @@ class KitTier(SecondaryTierManager):
         if self._closed:
             self._ledger.refuse(entry, _CLOSED)
             return
-        entry.tracked = True
-        entry.claimed = self._lookups.load_submitted(job.keys, job.req_context.req_id)
+        entry.claim = self._lookups.load_submitted(job.keys, job.req_context.req_id)
         self._ledger.launch(entry)
 
     @override
@@ -229,23 +228,15 @@ class KitTier(SecondaryTierManager):
         return [self._conclude(job) for job in jobs]
 
     def _conclude(self, job: Job) -> JobResult:
-        metadata = job.metadata
-        failures = job.failures
-        if metadata.is_promotion:
+        keys, failures = job.metadata.keys, job.failures
+        if job.metadata.is_promotion:
             self._load_failures += len(failures)
+            if job.claim is not None:
+                self._lookups.load_finished(keys, failures, job.claim)
         else:
             self._store_failures += len(failures)
-        if job.tracked and metadata.is_promotion:
-            for index, key in enumerate(metadata.keys):
-                self._lookups.load_finished(key, failures.get(index))
-            if job.claimed:
-                failed = {metadata.keys[index] for index in failures}
-                self._lookups.settle_hits(job.claimed, failed, metadata.req_context.req_id)
-        elif job.tracked:
-            for index, key in enumerate(metadata.keys):
-                self._lookups.store_finished(
-                    key, stored=index not in failures, ticket=job.tickets[index]
-                )
+            if job.tracked:
+                self._lookups.store_finished(keys, failures, job.tickets)
         return job.result()
 
     @override

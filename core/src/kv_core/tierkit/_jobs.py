@@ -20,7 +20,8 @@ from kv_core.tierkit._errors import SERIOUSNESS, BlockFailure
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kv_core.contract import Clock, JobId, JobMetadata, OffloadKey
+    from kv_core.contract import Clock, JobId, JobMetadata
+    from kv_core.tierkit._lookup import HitClaim
 
 __all__ = ["Chunk", "Executor", "Job", "JobLedger"]
 
@@ -39,7 +40,7 @@ class Chunk:
         start: Index of the first block.
         stop: Index after the last block.
         reached: Index of the first block without an outcome.
-        failures: Failed blocks, by index.
+        failures: Failed blocks, by index; ``None`` for none.
         moved_bytes: Bytes moved.
         started: When the first transfer began; infinite when none did.
         ended: When the last transfer ended.
@@ -62,7 +63,7 @@ class Chunk:
         self.start = start
         self.stop = stop
         self.reached = start
-        self.failures: dict[int, BlockFailure] = {}
+        self.failures: dict[int, BlockFailure] | None = None
         self.moved_bytes = 0
         self.started = _NEVER
         self.ended = -_NEVER
@@ -86,7 +87,7 @@ class Chunk:
     def record(self, outcome: BlockFailure | int) -> None:
         """Note the outcome of the next block: a failure, or the bytes moved."""
         if isinstance(outcome, BlockFailure):
-            self.failures[self.reached] = outcome
+            self._fail(range(self.reached, self.reached + 1), outcome)
         else:
             self.moved_bytes += outcome
         self.reached += 1
@@ -94,8 +95,13 @@ class Chunk:
     def fail_rest(self, message: str) -> None:
         """Note that the blocks without an outcome will not be moved."""
         failure = BlockFailure(JobErrorKind.STALLED, message, 0)
-        self.failures.update(dict.fromkeys(range(self.reached, self.stop), failure))
+        self._fail(range(self.reached, self.stop), failure)
         self.reached = self.stop
+
+    def _fail(self, indices: range, failure: BlockFailure) -> None:
+        if self.failures is None:
+            self.failures = {}
+        self.failures.update(dict.fromkeys(indices, failure))
 
 
 @final
@@ -108,8 +114,8 @@ class Job:
         deadline: On the clock; after it no further block is begun.
         chunks: The pieces.
         tickets: Per block, the ticket drawn before its transfer.
-        tracked: Whether the lookups were told of the job.
-        claimed: Keys whose counted hits a load is to make good.
+        tracked: Whether the lookups were told of the store.
+        claim: A load that the lookups were told of: the hits it is to make good.
         withdrawn: Set when no further block may be begun.
         overdue: Set when the deadline passed before the end.
         stalled: Set when the job has been counted as stalled.
@@ -123,7 +129,7 @@ class Job:
     __slots__ = (
         "block_ids",
         "chunks",
-        "claimed",
+        "claim",
         "deadline",
         "ended",
         "failures",
@@ -145,7 +151,7 @@ class Job:
         self.chunks: list[Chunk] = []
         self.tickets = [0] * len(metadata.keys)
         self.tracked = False
-        self.claimed: tuple[OffloadKey, ...] = ()
+        self.claim: HitClaim | None = None
         self.withdrawn = False
         self.overdue = False
         self.stalled = False
@@ -345,7 +351,8 @@ class JobLedger:
             chunk.fail_rest("the transfer was broken off")
         job = chunk.job
         with self._idle:
-            job.failures.update(chunk.failures)
+            if chunk.failures:
+                job.failures.update(chunk.failures)
             job.moved_bytes += chunk.moved_bytes
             job.started = min(job.started, chunk.started)
             job.ended = max(job.ended, chunk.ended)

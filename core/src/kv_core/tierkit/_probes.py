@@ -13,12 +13,11 @@ import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, final
 
-from kv_core.tierkit._lookup import Question
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kv_core.contract import OffloadKey
+    from kv_core.tierkit._lookup import Question
 
 __all__ = ["PROBE_BATCH_KEYS", "ProbeThreads", "QuestionQueue"]
 
@@ -54,7 +53,7 @@ class QuestionQueue:
     def take(self) -> list[Question]:
         """Take the next batch, empty when there is none."""
         count = min(PROBE_BATCH_KEYS, len(self._waiting))
-        return [Question(*self._waiting.popitem(last=False)) for _ in range(count)]
+        return [self._waiting.popitem(last=False) for _ in range(count)]
 
 
 @final

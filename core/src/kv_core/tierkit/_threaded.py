@@ -192,7 +192,7 @@ class ThreadedTier(KitTier):
     def _answer(self, questions: list[Question]) -> None:
         answers: Sequence[bool | BaseException]
         try:
-            answers = self.exists_many([question.key for question in questions])
+            answers = self.exists_many([key for key, _ in questions])
         except BaseException as error:  # noqa: BLE001 - the whole batch was not answered
             answers = [without_frames(error)] * len(questions)
         for question, answer in zip(questions, answers, strict=True):

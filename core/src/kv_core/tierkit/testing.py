@@ -11,7 +11,6 @@ import itertools
 import mmap
 import threading
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -168,8 +167,7 @@ class TierDriver:
         Raises:
             BufferError: The tier still holds an export of the memory.
         """
-        with suppress(ValueError):
-            self.tier.shutdown()
+        self.tier.shutdown()
         self._unmap()
 
     def _unmap(self) -> None:

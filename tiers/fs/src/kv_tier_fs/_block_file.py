@@ -225,8 +225,9 @@ class BlockFile:
         total = sum(map(len, buffers))
         moved = 0
         while moved < total:
+            rest = _rest(buffers, moved)
             try:
-                step = call(self.descriptor, _rest(buffers, moved), offset + moved)
+                step = call(self.descriptor, rest, offset + moved)
             except OSError as error:
                 if not self._direct or error.errno != errno.EINVAL:
                     raise
@@ -237,6 +238,10 @@ class BlockFile:
                 fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                 self._direct = False
                 continue
+            finally:
+                # Now, not with the frame: an exception may keep that for long.
+                for view in rest:
+                    view.release()
             if not step:
                 break
             moved += step
@@ -244,9 +249,7 @@ class BlockFile:
 
 
 def _rest(buffers: tuple[memoryview, ...], done: int) -> list[memoryview]:
-    """Return what is left of the buffers after ``done`` bytes."""
-    if not done:
-        return list(buffers)
+    """Return new views of what is left of the buffers after ``done`` bytes."""
     rest = []
     for buffer in buffers:
         if done < len(buffer):

@@ -30,6 +30,8 @@ def _lock_file(path: Path, *, create: bool) -> int | None:
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     descriptor = os.open(path, flags, FILE_MODE)
     try:
+        if create:
+            os.fchmod(descriptor, FILE_MODE)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Between the opening and the locking, a reclaimer may have removed the file.
         if os.path.samestat(os.fstat(descriptor), os.lstat(path)):

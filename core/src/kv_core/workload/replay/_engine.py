@@ -110,17 +110,19 @@ class ReplayEngine:
 
         Raises:
             RequestTooLargeError: A request does not fit the GPU pool.
+            ConfigError: The GPU pool does not fit into memory, or a setting is wrong.
             KVCoreError: A tier cannot be opened, or memory is lacking.
         """
         self._trace = trace
         self._config = config
         self._tokens_per_block = trace.block_tokens
-        self._pool = GpuBlockPool(config.gpu_blocks)
         self._refuse_requests_too_large()
         self._measurements = Measurements(config.row_bytes)
         self._stopwatch = self._measurements.stopwatch
         self._checker = BlockChecker()
+        # Before the pool's books, which grow with the number of blocks as well.
         self._memory = memory or open_gpu_memory(config.gpu_blocks, config.block_bytes)
+        self._pool = GpuBlockPool(config.gpu_blocks)
         self._poison = bytes([POISON_BYTE]) * config.row_bytes
         engine_id = f"replay-{os.getpid()}-{time.monotonic_ns()}"
         offloading = config.offloading_config(trace, engine_id)
@@ -148,7 +150,12 @@ class ReplayEngine:
         except BaseException:
             spec.shutdown()
             raise
-        self._report = ReplayReport(trace=trace.name, requests=len(trace.requests))
+        tier_names = (tier.get("name", tier["type"]) for tier in config.secondary_tiers)
+        self._report = ReplayReport(
+            trace=trace.name,
+            requests=len(trace.requests),
+            hits=dict.fromkeys(("gpu", "cpu", *tier_names), 0),
+        )
         self._source: Iterator[ReplayRequest] = (
             ReplayRequest(request, trace.block_tokens, config.max_output_tokens)
             for request in trace.requests
@@ -166,19 +173,20 @@ class ReplayEngine:
             blocks = -(-tokens // self._tokens_per_block)
             if blocks > needed:
                 needed, largest = blocks, request
-        if largest is None or needed <= self._pool.num_blocks:
+        # One block of every pool is the null block.
+        usable = self._config.gpu_blocks - 1
+        if largest is None or needed <= usable:
             return
         output = min(largest.output_tokens, most_output)
-        # One block of every pool is the null block.
         raise RequestTooLargeError(
             f"the largest request, {largest.req_id!r}, needs {needed} GPU blocks "
             f"({largest.prompt_tokens} prompt and {output} output tokens, "
             f"{self._tokens_per_block} tokens per block), but a pool of "
-            f"{self._config.gpu_blocks} has {self._pool.num_blocks} for requests. Give the pool "
-            f"at least {needed + 1} blocks (--gpu-blocks {needed + 1})",
+            f"{self._config.gpu_blocks} has {usable} for requests. Give the pool at least "
+            f"{needed + 1} blocks (--gpu-blocks {needed + 1})",
             req_id=largest.req_id,
             needed_blocks=needed,
-            pool_blocks=self._pool.num_blocks,
+            pool_blocks=usable,
         )
 
     def _poison_slot(self, block_id: int) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, final
 import numpy as np
 
 from kv_core.device.copy import HostCopyBackend, TorchCopyBackend
+from kv_core.errors import ConfigError
 from kv_core.workload._content import POISON_BYTE, fill_block
 
 if TYPE_CHECKING:
@@ -109,7 +110,23 @@ class TorchGpuMemory:
 
 
 def open_gpu_memory(num_blocks: int, block_bytes: int) -> GpuMemory:
-    """Allocate a pool: a CUDA tensor when torch sees a device, else host memory."""
+    """Allocate a pool: a CUDA tensor when torch sees a device, else host memory.
+
+    Raises:
+        ConfigError: There is not so much memory.
+    """
+    try:
+        return _allocate(num_blocks, block_bytes)
+    except (MemoryError, OverflowError, ValueError, RuntimeError) as error:
+        # numpy has the first three, by how far the size is out of bounds; torch has the last.
+        raise ConfigError(
+            f"a GPU pool of {num_blocks} blocks of {block_bytes} bytes cannot be allocated: "
+            f"{error}. Give it fewer or smaller blocks (--gpu-blocks, --block-bytes)",
+            setting="gpu_blocks",
+        ) from error
+
+
+def _allocate(num_blocks: int, block_bytes: int) -> GpuMemory:
     try:
         import torch
     except ImportError:
