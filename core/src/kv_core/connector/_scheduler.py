@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_core.connector._matching import RequestBlocks, match_prefix, window_blocks
 from kv_core.connector._protocol import ConnectorMetadata, Transfer
-from kv_core.contract import ScheduleEndContext
+from kv_core.contract import OffloadPolicy, ScheduleEndContext
 from kv_core.engine import GPULoadStoreSpec
 from kv_core.errors import EngineStateError
 
@@ -47,6 +47,7 @@ class _Request:
         computed_tokens: Tokens whose KV exists once the steps so far have run.
         matched_after: Tokens that the GPU had when loadable ones were last counted.
         touched: Whether its use of blocks was reported.
+        offers_all: Whether a tier wants every block of the request, known ones too.
     """
 
     blocks: RequestBlocks
@@ -55,6 +56,7 @@ class _Request:
     computed_tokens: int = 0
     matched_after: int = 0
     touched: bool = False
+    offers_all: bool = False
 
 
 @dataclass(slots=True)
@@ -113,6 +115,7 @@ class OffloadingConnectorScheduler:
         self._loads: list[Transfer] = []
         self._next_job_id = 0
         self._resetting = False
+        self._epoch = config.namespace.epoch
         self.stores_declined = 0
         """Offers that found no room so far."""
 
@@ -191,7 +194,7 @@ class OffloadingConnectorScheduler:
             gpu_block_ids.extend(table[start:stop])
             group_sizes.append(stop - start)
             first_indices.append(start)
-            if first <= cursors[group_idx]:
+            if first <= cursors[group_idx] and not state.offers_all:
                 # What is loaded is known below; there is no need to offer it again. Blocks
                 # before it that only the GPU has still are to be offered.
                 cursors[group_idx] = max(cursors[group_idx], stop // self._factor)
@@ -220,6 +223,7 @@ class OffloadingConnectorScheduler:
         Args:
             schedule: What the engine decided. Empty when it only lets transfers finish.
         """
+        self._offer_again(self._manager.take_lost_keys())
         flush = self._jobs_to_flush(schedule)
         for req_id in schedule.preempted_req_ids:
             state = self._requests.get(req_id)
@@ -355,7 +359,7 @@ class OffloadingConnectorScheduler:
         context = job.request.blocks.context
         if job.is_load:
             if not job.stale:
-                self._manager.complete_load(job.keys, context)
+                self._manager.complete_load(job.keys, context, success=not job.failed)
             if self._requests.get(context.req_id) is not job.request:
                 return
             if job.failed:
@@ -375,6 +379,8 @@ class OffloadingConnectorScheduler:
         Not only those of the request that tried: others were told that the blocks are known.
         """
         failed = frozenset(keys)
+        if not failed:
+            return
         for state in (*self._requests.values(), *self._finished):
             for group_idx, cursor in enumerate(state.cursors):
                 taken = state.blocks.keys(group_idx, cursor)[:cursor]
@@ -412,8 +418,37 @@ class OffloadingConnectorScheduler:
         ]
 
     def reset_cache(self) -> None:
-        """Empty the primary tier. Running requests go on; their blocks are offered again."""
-        self._manager.reset_cache()
+        """Do what the engine's reset call means by the setting ``engine_reset``.
+
+        ``cache`` empties the primary tier; tiers keep their blocks. ``epoch`` also makes
+        everything that was stored so far unreachable. Running requests go on; their blocks are
+        offered again.
+        """
+        if self._config.extra_config.get("engine_reset") == "epoch":
+            self.reset(self._epoch + 1)
+        else:
+            self._manager.reset_cache()
+            self._note_reset()
+
+    def reset(self, epoch: int) -> None:
+        """Forget everything that was stored before, because the weights have changed.
+
+        Args:
+            epoch: Counts the weight updates; the same in all processes that share a tier.
+
+        Raises:
+            EngineStateError: The epoch is not larger than the one before.
+        """
+        if epoch <= self._epoch:
+            raise EngineStateError(
+                f"epoch {epoch} does not follow epoch {self._epoch}: each reset needs a larger "
+                "one, or blocks of other weights would be found again"
+            )
+        self._epoch = epoch
+        self._manager.reset(epoch)
+        self._note_reset()
+
+    def _note_reset(self) -> None:
         for job in self._jobs.values():
             job.stale = True
         for state in self._requests.values():
@@ -448,7 +483,8 @@ class OffloadingConnectorScheduler:
             blocks = RequestBlocks(request, self._config)
             state = _Request(blocks, [0] * len(self._config.groups))
             self._requests[request.req_id] = state
-            self._manager.on_new_request(blocks.context)
+            policy = self._manager.on_new_request(blocks.context).policy
+            state.offers_all = policy is OffloadPolicy.REQUEST_LEVEL
         return state
 
     def _new_job(

@@ -30,7 +30,7 @@ from kv_core.engine import (
 )
 from kv_core.errors import ConfigError, RegionError
 from kv_core.plugins import TierRegistry, open_tier, parse_secondary_tiers
-from kv_core.tiering import TieringConfig, TieringOffloadingManager
+from kv_core.tiering import TieringConfig, TieringOffloadingManager, TierMode, TierOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kv_core.contract import Clock
     from kv_core.device.copy import CopyBackend
     from kv_core.engine import LoadStoreSpec, OffloadingConfig, OffloadingHandler, OffloadingManager
+    from kv_core.keys import Namespace
     from kv_core.plugins import OpenTier, TierSettings
     from kv_core.tiering import JobObserver
 
@@ -262,25 +263,41 @@ class TieringOffloadingSpec(HostBackedSpec):
             )
             tiers: list[OpenTier] = []
             for settings in self._tier_settings:
-                tier = self._open(settings, registry)
+                tier = self._open(settings, registry, self.config.namespace)
                 opened.callback(_abandon, tier)
                 tiers.append(tier)
             opened.pop_all()
         self._tiering = TieringOffloadingManager(
             primary,
             tiers,
+            options={
+                settings.name: TierOptions(
+                    TierMode.READ_ONLY if settings.read_only else TierMode.READ_WRITE,
+                    settings.fill_on_promotion,
+                )
+                for settings in self._tier_settings
+            },
             config=self._tiering_config,
             clock=self._clock,
             observer=self._observer,
+            reopen=self._reopen,
         )
         return self._tiering
 
-    def _open(self, settings: TierSettings, registry: TierRegistry) -> OpenTier:
+    def _reopen(self, name: str, epoch: int) -> OpenTier:
+        """Open a tier again, under the namespace of an epoch."""
+        settings = next(settings for settings in self._tier_settings if settings.name == name)
+        namespace = self.config.namespace.with_epoch(epoch)
+        return self._open(settings, self._registry or TierRegistry(), namespace)
+
+    def _open(
+        self, settings: TierSettings, registry: TierRegistry, namespace: Namespace
+    ) -> OpenTier:
         return open_tier(
             settings.type,
             name=settings.name,
             settings=settings.settings,
-            namespace=self.config.namespace,
+            namespace=namespace,
             primary=self.primary_view,
             clock=self._clock,
             metrics=NullMetrics(),

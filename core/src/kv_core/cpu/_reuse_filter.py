@@ -10,7 +10,7 @@ from typing_extensions import override
 from kv_core.engine import OffloadingManager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from kv_core.contract import (
         OffloadingEvent,
@@ -156,6 +156,14 @@ class FilterReusedOffloadingManager(OffloadingManager):
     @override
     def on_reset_flushed(self) -> None:
         self._backing.on_reset_flushed()
+
+    @override
+    def reset(self, epoch: int) -> None:
+        self._backing.reset(epoch)
+
+    @override
+    def take_lost_keys(self) -> Collection[OffloadKey]:
+        return self._backing.take_lost_keys()
 
     @override
     def shutdown(self) -> None:

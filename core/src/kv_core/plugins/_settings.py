@@ -12,9 +12,9 @@ from kv_core.errors import ConfigError
 
 __all__ = ["RESERVED_KEYS", "TierSettings", "parse_secondary_tiers"]
 
-_NOT_YET: Final = frozenset({"fill_on_promotion", "mode"})
+_MODES: Final = {"read_write": False, "read_only": True}
 
-RESERVED_KEYS: Final = frozenset({"name", "type"}) | _NOT_YET
+RESERVED_KEYS: Final = frozenset({"fill_on_promotion", "mode", "name", "type"})
 """Keys of an entry that belong to the engine; no tier can have a setting of that name."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -30,11 +30,15 @@ class TierSettings:
     Attributes:
         type: Type of the tier.
         name: Name of this instance, unique among its neighbours; default the type.
+        read_only: Whether blocks are only loaded from the tier (``mode: read_only``).
+        fill_on_promotion: Whether a block that a tier further down provides is stored here too.
         settings: All other keys, not validated yet. May hold secrets, hence not in the repr.
     """
 
     type: str
     name: str
+    read_only: bool = False
+    fill_on_promotion: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
 
@@ -44,8 +48,9 @@ def parse_secondary_tiers(entries: object) -> tuple[TierSettings, ...]:
     The order is kept: lookups ask the tiers from first to last.
 
     Args:
-        entries: A list of mappings with the keys ``type``, optionally ``name``, and the settings
-            of the tier. ``None`` and an empty list mean no secondary tier.
+        entries: A list of mappings with the keys ``type``, optionally ``name``, ``mode`` and
+            ``fill_on_promotion``, and the settings of the tier. ``None`` and an empty list mean
+            no secondary tier.
 
     Raises:
         ConfigError: The list or an entry has another form, or two entries have one name.
@@ -95,13 +100,29 @@ def _parse_entry(entry: object, where: str) -> TierSettings:
     for key in entry:
         if not isinstance(key, str):
             raise ConfigError(f"'{where}' has a key that is no string: {key!r}", setting=where)
-        if key in _NOT_YET:
-            raise ConfigError(
-                f"'{where}.{key}' is reserved for a later version of kv-core; remove it",
-                setting=f"{where}.{key}",
-            )
     settings = {key: value for key, value in entry.items() if key not in RESERVED_KEYS}
-    return TierSettings(tier_type, name, MappingProxyType(settings))
+    mode = entry.get("mode", "read_write")
+    if mode not in _MODES:
+        raise ConfigError(
+            f"'{where}.mode' must be 'read_write' or 'read_only', found {mode!r}",
+            setting=f"{where}.mode",
+        )
+    return TierSettings(
+        tier_type,
+        name,
+        _MODES[mode],
+        _flag(entry.get("fill_on_promotion", False), f"{where}.fill_on_promotion"),
+        MappingProxyType(settings),
+    )
+
+
+def _flag(value: object, setting: str) -> bool:
+    # Command lines write words.
+    words = {"true": True, "false": False}
+    answer = words.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(answer, bool):
+        raise ConfigError(f"{setting!r} must be true or false, found {value!r}", setting=setting)
+    return answer
 
 
 def _word(value: object, setting: str) -> str:

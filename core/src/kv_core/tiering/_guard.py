@@ -12,21 +12,15 @@ import threading
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from kv_core.contract import ABSENT, JobResult, RequestOffloadingContext
-<<<<<<< HEAD
 from kv_core.errors import TierClosedError
 from kv_core.tiering._health import HealthState, TierHealth
 from kv_core.tiering._pressure import StorePressure
-=======
->>>>>>> main
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from kv_core.contract import (
-<<<<<<< HEAD
         Clock,
-=======
->>>>>>> main
         JobError,
         JobId,
         JobMetadata,
@@ -76,17 +70,13 @@ class TierJob:
         block_ids: The slots. A list of the engine's own: the array in the metadata is the
             tier's to sort, and slots are given back by what the engine reserved.
         generations: Generation of each slot; only for loads.
-<<<<<<< HEAD
         deadline: When the engine stops waiting for it, seconds on its clock.
         is_overdue: Whether that has happened. The slots stay out of use until the report.
         was_taken: Whether the tier took it; an exception in submit is held against it already.
-=======
->>>>>>> main
         succeeded: Keys that were stored or loaded; none before the report.
         error: Why keys failed, or ``None``.
     """
 
-<<<<<<< HEAD
     __slots__ = (
         "block_ids",
         "deadline",
@@ -105,12 +95,6 @@ class TierJob:
         self.deadline = deadline
         self.is_overdue = False
         self.was_taken = True
-=======
-    __slots__ = ("block_ids", "error", "generations", "metadata", "succeeded")
-
-    def __init__(self, metadata: JobMetadata, generations: tuple[int, ...] = ()) -> None:
-        self.metadata = metadata
->>>>>>> main
         self.block_ids: list[int] = metadata.block_ids.tolist()
         self.generations = generations
         self.succeeded: frozenset[OffloadKey] = frozenset()
@@ -146,10 +130,7 @@ class GuardedTier:
         "_manager",
         "counts",
         "exceptions",
-<<<<<<< HEAD
         "health",
-=======
->>>>>>> main
         "ignored_results",
         "index",
         "inflight_store_bytes",
@@ -186,14 +167,9 @@ class GuardedTier:
     def lookup(self, key: OffloadKey, state: RequestState) -> LookupAnswer:
         """Ask the tier; an exception is "absent", and counts as an error instead of a miss."""
         try:
-<<<<<<< HEAD
             answer = self._manager.lookup(key, state.context)
             if answer is None or answer:
                 return None if answer is None else True
-=======
-            answer = self._manager.lookup(key, req_context)
-            return None if answer is None else bool(answer)
->>>>>>> main
         except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
             self._contained("lookup")
             self.resolve(key, state, "errors")
@@ -201,15 +177,12 @@ class GuardedTier:
         self.resolve(key, state, "misses")
         return ABSENT
 
-<<<<<<< HEAD
     def resolve(self, key: OffloadKey, state: RequestState, outcome: str) -> None:
         """Count a lookup as a hit, a miss or an error: once for each request and key."""
         if (key, self.index) not in state.resolved:
             state.resolved.add((key, self.index))
             self.counts[outcome] += 1
 
-=======
->>>>>>> main
     def submit(self, job: TierJob) -> bool:
         """Hand a job over.
 
@@ -226,10 +199,7 @@ class GuardedTier:
                 self._manager.submit_store(metadata)
         except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
             del self.jobs[metadata.job_id]
-<<<<<<< HEAD
             job.was_taken = False
-=======
->>>>>>> main
             self._contained("submit_load" if metadata.is_promotion else "submit_store")
             return False
         return True
@@ -237,12 +207,9 @@ class GuardedTier:
     def finished(self) -> list[TierJob]:
         """Return newly reported jobs; what is no result of a job in flight is ignored."""
         finished: list[TierJob] = []
-<<<<<<< HEAD
         if self._is_abandoned:
             # Another thread is still inside the tier, which expects one at a time.
             return finished
-=======
->>>>>>> main
         try:
             # One by one: when the tier raises half-way, what it has reported by then counts.
             for result in self._manager.get_finished_jobs():
@@ -309,7 +276,6 @@ class GuardedTier:
         return self._call("take_events", lambda: list(self._manager.take_events()), [])
 
     def get_stats(self) -> dict[str, float]:
-<<<<<<< HEAD
         """Return the tier's own measurements, and under ``engine_`` what the engine saw of it.
 
         ``engine_queries = engine_hits + engine_misses + engine_errors``, each counted when it is
@@ -324,17 +290,11 @@ class GuardedTier:
         stats["health_changes"] = self.health.changes
         stats["store_drop_rate"] = self.pressure.drop_rate()
         stats["inflight_store_bytes"] = self.inflight_store_bytes
-=======
-        """Return the tier's measurements and the number of contained exceptions."""
-        empty: dict[str, float] = {}
-        stats = self._call("get_stats", lambda: dict(self._manager.get_stats()), empty)
->>>>>>> main
         stats["contained_exceptions"] = self.exceptions
         stats["ignored_results"] = self.ignored_results
         stats["jobs_in_flight"] = len(self.jobs)
         return stats
 
-<<<<<<< HEAD
     def drain_jobs(self, deadline_s: float) -> Collection[JobId]:
         """Drain the tier. Blocks until the deadline at most.
 
@@ -367,19 +327,6 @@ class GuardedTier:
             return tuple(self.jobs)
         thread.join()
         return tuple(self.jobs) if answer is None else answer
-=======
-    def drain_jobs(self) -> Collection[JobId]:
-        """Drain the tier. May block. After an exception, every job may still be running."""
-        return self._call(
-            "drain_jobs", lambda: tuple(self._manager.drain_jobs() or ()), tuple(self.jobs)
-        )
-
-    def shutdown(self) -> Collection[JobId]:
-        """Shut the tier down. May block. After an exception, every job may still be running."""
-        return self._call(
-            "shutdown", lambda: tuple(self._manager.shutdown() or ()), tuple(self.jobs)
-        )
->>>>>>> main
 
     def _call(self, method: str, call: Callable[[], T], default: T) -> T:
         try:
@@ -393,14 +340,11 @@ class GuardedTier:
         self.exceptions += 1
         count = self._exceptions_by_method.get(method, 0) + 1
         self._exceptions_by_method[method] = count
-<<<<<<< HEAD
         error = sys.exc_info()[1]
         if isinstance(error, TierClosedError):
             self.health.detach(f"closed: {error}")
         else:
             self.health.failed(f"{type(error).__name__} in {method}")
-=======
->>>>>>> main
         if count % _LOG_EVERY == 1:
             _LOGGER.error(
                 "tier %r raised in %s; contained, the engine goes on",

@@ -131,6 +131,4 @@ class TierHealth:
         self._probe_in_flight = False
         level = logging.INFO if state is HealthState.HEALTHY else logging.WARNING
         because = f": {reason}" if reason else ""
-        _LOGGER.log(
-            level, "tier %r: %s, was %s%s", self._name, state.value, before.value, because
-        )
+        _LOGGER.log(level, "tier %r: %s, was %s%s", self._name, state.value, before.value, because)

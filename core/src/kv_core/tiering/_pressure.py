@@ -84,7 +84,8 @@ class StorePressure:
     def seconds_per_mib(self) -> float:
         """Return the moving average now."""
         idle_s = self._clock() - self._last_result_at
-        return self._average * 0.5 ** (idle_s / _IDLE_HALF_LIFE_S)
+        decay: float = 0.5 ** (idle_s / _IDLE_HALF_LIFE_S)
+        return self._average * decay
 
     def drop_rate(self) -> float:
         """Return the share of stores to drop now, 0 to 1."""

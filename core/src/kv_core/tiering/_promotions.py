@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from kv_core.engine import LookupResult
-from kv_core.tiering._guard import TierJob
 from kv_core.tiering._jobs import split_keys
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from kv_core.cpu import CPUPrimaryTierOffloadingManager
     from kv_core.keys import OffloadKey
     from kv_core.tiering._config import TieringConfig
-    from kv_core.tiering._guard import GuardedTier
+    from kv_core.tiering._guard import GuardedTier, TierJob
     from kv_core.tiering._jobs import JobFactory
     from kv_core.tiering._requests import RequestState, RequestTable
     from kv_core.tiering._share import PrimaryShare
