@@ -1,0 +1,74 @@
+"""The tier type ``hostile``: the example tier behind a wall of scripted faults.
+
+For testing engines, configurations and dashboards, never for use. What it breaks is drawn from a
+seed, so a run can be repeated. It keeps the one promise without which no engine could be right: a
+slot is not touched any more once its job has been reported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+import kv_core
+from kv_core.contract import ContractVersion, TierLimits, TierSpec
+from kv_tier_example._config import ExampleConfig
+
+if TYPE_CHECKING:
+    from kv_core.contract import SecondaryTierManager, TierContext
+
+__all__ = ["HostileConfig", "kv_core_register_tier"]
+
+
+class HostileConfig(ExampleConfig):
+    """How often each thing goes wrong: shares of calls or jobs, 0 to 1.
+
+    Attributes:
+        seed: Makes a run repeatable, as far as the timing of threads allows.
+        raise_rate: Calls of any method that raise.
+        fail_rate: Jobs that are reported as failed although they were carried out.
+        partial_rate: Jobs that are reported with every other key only.
+        late_rate: Jobs whose result is held back.
+        late_polls: Polls that a late result misses.
+        lose_rate: Jobs whose result never comes.
+        duplicate_rate: Results that come twice.
+        unknown_rate: Polls that also bring the result of a job that never was.
+        lie_rate: Lookups of absent blocks that are answered with "present".
+        forget_rate: Lookups that are answered with "unknown", whatever the tier knows.
+    """
+
+    seed: int = 0
+    raise_rate: float = Field(default=0.0, ge=0, le=1)
+    fail_rate: float = Field(default=0.0, ge=0, le=1)
+    partial_rate: float = Field(default=0.0, ge=0, le=1)
+    late_rate: float = Field(default=0.0, ge=0, le=1)
+    late_polls: int = Field(default=50, ge=1)
+    lose_rate: float = Field(default=0.0, ge=0, le=1)
+    duplicate_rate: float = Field(default=0.0, ge=0, le=1)
+    unknown_rate: float = Field(default=0.0, ge=0, le=1)
+    lie_rate: float = Field(default=0.0, ge=0, le=1)
+    forget_rate: float = Field(default=0.0, ge=0, le=1)
+
+
+def _make_tier(context: TierContext) -> SecondaryTierManager:
+    from kv_tier_example._hostile_tier import HostileTier
+
+    return HostileTier(context)
+
+
+def _limits(config: HostileConfig) -> TierLimits:
+    return config.limits()
+
+
+@kv_core.hookimpl
+def kv_core_register_tier() -> TierSpec:
+    """Describe the tier type ``hostile``."""
+    return TierSpec(
+        type="hostile",
+        summary="The example tier with scripted faults, to test engines with.",
+        contract=ContractVersion(1, 0),
+        factory=_make_tier,
+        config_model=HostileConfig,
+        limits=_limits,
+    )
