@@ -65,7 +65,8 @@ class StorePressure:
             seconds: From its submission to its result.
             num_bytes: What it stored, at least 1.
         """
-        sample = seconds * _MIB / num_bytes
+        # What a small job takes is latency, not throughput: it counts as one MiB.
+        sample = seconds * _MIB / max(num_bytes, _MIB)
         before = self.seconds_per_mib() if self._jobs else sample
         self._average = before + _ALPHA * (sample - before)
         self._jobs += 1
