@@ -70,9 +70,26 @@ class ConfigError(KVCoreError, ValueError):
 
     code = "KVC101"
 
-    def __init__(self, message: str, *, setting: str) -> None:
+    def __init__(self, message: str, *, setting: str, problems: Sequence[ConfigError] = ()) -> None:
         super().__init__(message)
         self.setting = setting
+        self._problems = tuple(problems)
+
+    @property
+    def problems(self) -> tuple[ConfigError, ...]:
+        """Each problem by itself: several when they were found together, else this error."""
+        return self._problems or (self,)
+
+    @classmethod
+    def joined(cls, problems: Sequence[ConfigError]) -> ConfigError:
+        """Return one error for several, at least one, so that all are said at once."""
+        if len(problems) == 1:
+            return problems[0]
+        return cls(
+            "; ".join(problem.message for problem in problems),
+            setting=problems[0].setting,
+            problems=problems,
+        )
 
 
 # -- plugins: 2xx -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import typer
 
+from kv_core.cli._check_config import check_config
 from kv_core.cli._demo import demo
 from kv_core.cli._replay import replay
 from kv_core.cli._tiers import tiers
@@ -19,6 +20,7 @@ __all__ = ["add_builtin_commands", "builtin_names"]
 
 _COMMANDS: Final[dict[str, Callable[..., Any]]] = {
     "tiers": tiers,
+    "check-config": check_config,
     "demo": demo,
     "replay": replay,
 }

@@ -5,6 +5,8 @@ carries it out. Both are plain objects: an engine calls them in the order that t
 give, and passes the metadata from one to the other however it likes.
 """
 
+from kv_core.connector._advice import Advice, config_advice
+from kv_core.connector._effective import effective_config
 from kv_core.connector._matching import RequestBlocks
 from kv_core.connector._protocol import (
     ConnectorMetadata,
@@ -15,6 +17,7 @@ from kv_core.connector._protocol import (
     Transfer,
 )
 from kv_core.connector._scheduler import LoadReport, OffloadingConnectorScheduler
+from kv_core.connector._settings import OffloadingSettings
 from kv_core.connector._specs import (
     SPEC_FACTORY,
     CPUOffloadingSpec,
@@ -25,6 +28,7 @@ from kv_core.connector._worker import OffloadingConnectorWorker
 
 __all__ = [
     "SPEC_FACTORY",
+    "Advice",
     "CPUOffloadingSpec",
     "ConnectorMetadata",
     "ConnectorOutput",
@@ -33,9 +37,12 @@ __all__ = [
     "LoadReport",
     "OffloadingConnectorScheduler",
     "OffloadingConnectorWorker",
+    "OffloadingSettings",
     "RequestBlocks",
     "ScheduledRequest",
     "StepSchedule",
     "TieringOffloadingSpec",
     "Transfer",
+    "config_advice",
+    "effective_config",
 ]

@@ -6,13 +6,14 @@ import logging
 import time
 from abc import abstractmethod
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, TypeAlias, final
 
-from pydantic import ValidationError
 from typing_extensions import override
 
-from kv_core.contract import NullMetrics, PrimaryView, parse_tier_config
+from kv_core.connector._effective import log_start
+from kv_core.connector._settings import OffloadingSettings
+from kv_core.contract import NullMetrics, PrimaryView
 from kv_core.cpu import (
     CPUOffloadingManager,
     CPUPrimaryTierOffloadingManager,
@@ -28,12 +29,12 @@ from kv_core.engine import (
     OffloadingSpec,
     OffloadingSpecFactory,
 )
-from kv_core.errors import ConfigError, RegionError
-from kv_core.plugins import TierRegistry, open_tier, parse_secondary_tiers
-from kv_core.tiering import TieringConfig, TieringOffloadingManager, TierMode, TierOptions
+from kv_core.errors import RegionError
+from kv_core.plugins import TierRegistry, check_tier, open_tier
+from kv_core.tiering import TieringOffloadingManager, TierMode, TierOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -61,6 +62,11 @@ class HostBackedSpec(OffloadingSpec):
     """A spec whose primary tier is a shared region of this host.
 
     Scheduler and worker of one process use one object, and so one region.
+
+    Attributes:
+        settings: What the user wrote, with defaults, and the name of this class as its
+            ``spec_name``.
+        geometry: Shape of the primary tier.
     """
 
     def __init__(
@@ -78,11 +84,14 @@ class HostBackedSpec(OffloadingSpec):
             copy_backend: Makes the copy back end of the worker.
 
         Raises:
-            ConfigError: Sizes do not fit.
+            ConfigError: Settings are missing, unknown or invalid, or sizes do not fit.
         """
-        super().__init__(config)
-        self.geometry = PrimaryGeometry.from_config(config)
-        self._reuse_filter = _reuse_filter(config.extra_config)
+        settings = OffloadingSettings.from_extra_config(config.extra_config)
+        self.settings = settings.model_copy(update={"spec_name": type(self).__name__})
+        # A size may be written as text, and is a number from here on.
+        extra_config = {**config.extra_config, "cpu_bytes_to_use": settings.cpu_bytes_to_use}
+        super().__init__(replace(config, extra_config=extra_config))
+        self.geometry = PrimaryGeometry.from_config(self.config)
         self._slot_freed = slot_freed
         self._copy_backend = copy_backend
         self._region: SharedOffloadRegion | None = None
@@ -104,7 +113,7 @@ class HostBackedSpec(OffloadingSpec):
                 self.config.engine_id,
                 self.geometry,
                 namespace_fingerprint=self.config.namespace.fingerprint,
-                shm_dir=Path(self.config.extra_config.get("shm_dir", "/dev/shm")),  # noqa: S108
+                shm_dir=self.settings.shm_dir,
             )
         return self._region
 
@@ -126,8 +135,8 @@ class HostBackedSpec(OffloadingSpec):
                 if self._handlers is None:
                     self._close_memory()
                 raise
-            if self._reuse_filter is not None:
-                manager = FilterReusedOffloadingManager(manager, *self._reuse_filter)
+            if self.settings.reuse_filter is not None:
+                manager = FilterReusedOffloadingManager(manager, *self.settings.reuse_filter)
             self._manager = manager
         return self._manager
 
@@ -189,16 +198,11 @@ class CPUOffloadingSpec(HostBackedSpec):
 
     @override
     def _create_manager(self) -> OffloadingManager:
-        extra = self.config.extra_config
-        if extra.get("secondary_tiers"):
-            raise ConfigError(
-                '\'secondary_tiers\' needs "spec_name": "TieringOffloadingSpec"; '
-                "CPUOffloadingSpec has two levels only",
-                setting="secondary_tiers",
-            )
+        self.settings.require_two_levels()
+        log_start(self.settings, ())
         return CPUOffloadingManager(
             self.geometry.num_blocks,
-            extra.get("eviction_policy", "lru"),
+            self.settings.eviction_policy,
             enable_events=self.config.enable_events,
             slot_freed=self._slot_freed,
         )
@@ -229,11 +233,9 @@ class TieringOffloadingSpec(HostBackedSpec):
             clock: Monotonic seconds.
 
         Raises:
-            ConfigError: Sizes or settings do not fit.
+            ConfigError: Settings are missing, unknown or invalid, or sizes do not fit.
         """
         super().__init__(config, slot_freed=slot_freed, copy_backend=copy_backend)
-        self._tier_settings = parse_secondary_tiers(config.extra_config.get("secondary_tiers"))
-        self._tiering_config = _tiering_config(config.extra_config)
         self._registry = registry
         self._observer = observer
         self._clock = clock
@@ -248,22 +250,25 @@ class TieringOffloadingSpec(HostBackedSpec):
     def _create_manager(self) -> OffloadingManager:
         # Unknown types and impossible settings show before memory is taken.
         registry = self._registry or TierRegistry()
-        for settings in self._tier_settings:
-            model = registry.spec(settings.type).config_model
-            parse_tier_config(settings.name, model, settings.settings)
+        entries = self.settings.secondary_tiers
+        checked = [
+            check_tier(entry.type, name=entry.name, settings=entry.settings, registry=registry)
+            for entry in entries
+        ]
+        log_start(self.settings, checked)
         with ExitStack() as opened:
             view = opened.enter_context(self._open_region().create_kv_memoryview())
             primary = CPUPrimaryTierOffloadingManager(
                 self.geometry.num_blocks,
                 view,
                 self.geometry.block_bytes,
-                self.config.extra_config.get("eviction_policy", "lru"),
+                self.settings.eviction_policy,
                 enable_events=self.config.enable_events,
                 slot_freed=self._slot_freed,
             )
             tiers: list[OpenTier] = []
-            for settings in self._tier_settings:
-                tier = self._open(settings, registry, self.config.namespace)
+            for entry in entries:
+                tier = self._open(entry, registry, self.config.namespace)
                 opened.callback(_abandon, tier)
                 tiers.append(tier)
             opened.pop_all()
@@ -271,13 +276,13 @@ class TieringOffloadingSpec(HostBackedSpec):
             primary,
             tiers,
             options={
-                settings.name: TierOptions(
-                    TierMode.READ_ONLY if settings.read_only else TierMode.READ_WRITE,
-                    settings.fill_on_promotion,
+                entry.name: TierOptions(
+                    TierMode.READ_ONLY if entry.read_only else TierMode.READ_WRITE,
+                    entry.fill_on_promotion,
                 )
-                for settings in self._tier_settings
+                for entry in entries
             },
-            config=self._tiering_config,
+            config=self.settings,
             clock=self._clock,
             observer=self._observer,
             reopen=self._reopen,
@@ -286,17 +291,15 @@ class TieringOffloadingSpec(HostBackedSpec):
 
     def _reopen(self, name: str, epoch: int) -> OpenTier:
         """Open a tier again, under the namespace of an epoch."""
-        settings = next(settings for settings in self._tier_settings if settings.name == name)
+        entry = next(entry for entry in self.settings.secondary_tiers if entry.name == name)
         namespace = self.config.namespace.with_epoch(epoch)
-        return self._open(settings, self._registry or TierRegistry(), namespace)
+        return self._open(entry, self._registry or TierRegistry(), namespace)
 
-    def _open(
-        self, settings: TierSettings, registry: TierRegistry, namespace: Namespace
-    ) -> OpenTier:
+    def _open(self, entry: TierSettings, registry: TierRegistry, namespace: Namespace) -> OpenTier:
         return open_tier(
-            settings.type,
-            name=settings.name,
-            settings=settings.settings,
+            entry.type,
+            name=entry.name,
+            settings=entry.settings,
             namespace=namespace,
             primary=self.primary_view,
             clock=self._clock,
@@ -311,30 +314,6 @@ def _abandon(tier: OpenTier) -> None:
         tier.manager.shutdown()
     except Exception:
         _LOGGER.exception("tier %r raised in shutdown", tier.name)
-
-
-def _reuse_filter(extra_config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return threshold and size of the reuse filter, or ``None`` without one."""
-    threshold = extra_config.get("store_threshold", 0)
-    size = extra_config.get("max_tracker_size", 64_000)
-    for setting, value, least in (("store_threshold", threshold, 0), ("max_tracker_size", size, 1)):
-        if type(value) is not int or value < least:
-            raise ConfigError(
-                f"{setting!r} must be an integer >= {least}, found {value!r}", setting=setting
-            )
-    return (threshold, size) if threshold >= 2 else None
-
-
-def _tiering_config(extra_config: Mapping[str, Any]) -> TieringConfig:
-    settings = {
-        name: extra_config[name] for name in TieringConfig.model_fields if name in extra_config
-    }
-    try:
-        return TieringConfig.model_validate(settings)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        setting = str(first["loc"][0])
-        raise ConfigError(f"{setting!r}: {first['msg']}", setting=setting) from None
 
 
 SPEC_FACTORY: Final = OffloadingSpecFactory()

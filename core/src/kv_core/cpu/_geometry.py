@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kv_core.cpu._trailer import TRAILER_BYTES
 from kv_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ class PrimaryGeometry:
                 for one block.
         """
         page_bytes = config.worker_block_bytes * config.block_size_factor
-        pages_bytes = page_bytes * config.num_workers
-        row_stride = -(-pages_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+        row_stride = _row_stride(page_bytes, config.num_workers)
         budget = config.extra_config.get(_SETTING)
         if budget is None:
             raise ConfigError(
@@ -60,17 +60,44 @@ class PrimaryGeometry:
             raise ConfigError(
                 f"{_SETTING!r} must be a positive integer, found {budget!r}", setting=_SETTING
             )
-        if budget < row_stride:
+        return cls.fit(
+            budget_bytes=budget, num_workers=config.num_workers, worker_page_bytes=page_bytes
+        )
+
+    @classmethod
+    def fit(cls, *, budget_bytes: int, num_workers: int, worker_page_bytes: int) -> PrimaryGeometry:
+        """Compute the geometry that a number of bytes affords.
+
+        Args:
+            budget_bytes: What ``cpu_bytes_to_use`` says.
+            num_workers: Ranks that share the region.
+            worker_page_bytes: Bytes that one worker contributes to one offloaded block.
+
+        Raises:
+            ConfigError: The bytes are too few for one block.
+        """
+        row_stride = _row_stride(worker_page_bytes, num_workers)
+        if budget_bytes < row_stride:
             raise ConfigError(
-                f"{_SETTING!r} is {budget} bytes, but one block needs {row_stride} bytes "
-                f"({config.num_workers} workers x {page_bytes} bytes, rounded up to "
+                f"{_SETTING!r} is {budget_bytes} bytes, but one block needs {row_stride} bytes "
+                f"({num_workers} workers x {worker_page_bytes} bytes, rounded up to "
                 f"{ROW_ALIGNMENT_BYTES})",
                 setting=_SETTING,
             )
         return cls(
-            num_blocks=budget // row_stride,
-            num_workers=config.num_workers,
-            worker_page_bytes=page_bytes,
+            num_blocks=budget_bytes // row_stride,
+            num_workers=num_workers,
+            worker_page_bytes=worker_page_bytes,
             row_stride=row_stride,
             block_bytes=row_stride,
         )
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of shared memory that the region takes: all rows and the trailer page."""
+        return self.num_blocks * self.row_stride + TRAILER_BYTES
+
+
+def _row_stride(worker_page_bytes: int, num_workers: int) -> int:
+    pages_bytes = worker_page_bytes * num_workers
+    return -(-pages_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES

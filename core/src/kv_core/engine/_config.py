@@ -41,6 +41,7 @@ class OffloadingConfig:
         namespace: Identity of the bytes.
         engine_id: Unique name of the engine instance on this host; names the shared region.
         num_workers: Ranks that share the region.
+        num_hosts: Hosts that the ranks are spread over; only one is possible.
         tensor_parallel_size: Ranks that split attention heads.
         pipeline_parallel_size: Ranks that split layers.
         prefill_context_parallel_size: Ranks that split the prompt.
@@ -55,6 +56,7 @@ class OffloadingConfig:
     namespace: Namespace
     engine_id: str
     num_workers: int = 1
+    num_hosts: int = 1
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
@@ -63,6 +65,15 @@ class OffloadingConfig:
     extra_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.num_hosts != 1:
+            raise ConfigError(
+                f"the ranks of this engine are spread over {self.num_hosts} hosts, but the primary "
+                "tier is the memory of one host, which all ranks must share. Keep the tensor and "
+                "pipeline parallel ranks of an engine on one host and run one engine on each host "
+                "(data parallel); engines share blocks through a secondary tier that is reachable "
+                "from all hosts",
+                setting="num_hosts",
+            )
         if not self.groups:
             raise ConfigError("at least one KV cache group is needed", setting="groups")
         for index, group in enumerate(self.groups):

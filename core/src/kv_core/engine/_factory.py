@@ -35,6 +35,10 @@ class OffloadingSpecFactory:
             )
         self._registered[name] = (module, class_name)
 
+    def registered(self) -> tuple[str, ...]:
+        """Return the names of the registered specs, sorted."""
+        return tuple(sorted(self._registered))
+
     def create_spec(self, config: OffloadingConfig) -> OffloadingSpec:
         """Make the spec that ``extra_config["spec_name"]`` names.
 
@@ -54,7 +58,7 @@ class OffloadingSpecFactory:
         if module_name is None:
             raise ConfigError(
                 f"unknown offloading spec {name!r} (registered: "
-                f"{', '.join(sorted(self._registered)) or 'none'}); set 'spec_module_path' for a "
+                f"{', '.join(self.registered()) or 'none'}); set 'spec_module_path' for a "
                 "spec of your own",
                 setting="spec_name",
             )

@@ -10,6 +10,7 @@ and that module implements the hooks of :mod:`kv_core.plugins.hookspecs`, marked
 """
 
 from kv_core.plugins import hookspecs
+from kv_core.plugins._check import CheckedTier, check_tier
 from kv_core.plugins._installed import ENTRY_POINT_GROUP, InstalledTier
 from kv_core.plugins._open import OpenTier, open_tier
 from kv_core.plugins._registry import TierRegistry
@@ -17,10 +18,12 @@ from kv_core.plugins._settings import TierSettings, parse_secondary_tiers
 
 __all__ = [
     "ENTRY_POINT_GROUP",
+    "CheckedTier",
     "InstalledTier",
     "OpenTier",
     "TierRegistry",
     "TierSettings",
+    "check_tier",
     "hookspecs",
     "open_tier",
     "parse_secondary_tiers",

@@ -5,30 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, SecretBytes, SecretStr
-
-from kv_core.contract import (
-    Capability,
-    SecondaryTierManager,
-    TierContext,
-    TierLimits,
-    TierSpec,
-    parse_tier_config,
-)
-from kv_core.errors import (
-    BrokenPluginError,
-    ConfigError,
-    KVCoreError,
-    NamespaceError,
-    TierOpenError,
-)
-from kv_core.plugins._contract_version import check_contract_version
-from kv_core.plugins._registry import TierRegistry
+from kv_core.contract import Capability, SecondaryTierManager, TierContext
+from kv_core.errors import ConfigError, KVCoreError, NamespaceError, TierOpenError
+from kv_core.plugins._check import broken_tier, check_tier, describe_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-    from kv_core.contract import Clock, MetricsSink, Namespace, PrimaryView, TierConfig
+    from kv_core.contract import (
+        Clock,
+        MetricsSink,
+        Namespace,
+        PrimaryView,
+        TierLimits,
+        TierSpec,
+    )
+    from kv_core.plugins._check import CheckedTier
+    from kv_core.plugins._registry import TierRegistry
 
 __all__ = ["OpenTier", "open_tier"]
 
@@ -86,15 +79,8 @@ def open_tier(
         HashSeedError: The tier is persistent, but keys differ from process to process.
         TierOpenError: The constructor failed.
     """
-    if isinstance(tier, str):
-        registry = TierRegistry() if registry is None else registry
-        spec = registry.spec(tier)
-        origin = next(claim.origin for claim in registry.installed() if claim.type == tier)
-    else:
-        spec, origin = tier, "this program"
-        check_contract_version(spec, None)
-    config = parse_tier_config(name, spec.config_model, settings)
-    limits = _limits(spec, origin, config)
+    checked = check_tier(tier, name=name, settings=settings, registry=registry)
+    spec, limits = checked.spec, checked.limits
     if namespace.block_bytes != primary.block_bytes:
         raise NamespaceError(
             f"the namespace says that a block has {namespace.block_bytes} bytes, but the blocks "
@@ -117,28 +103,15 @@ def open_tier(
         primary=primary,
         tier_type=spec.type,
         tier_name=name,
-        config=config,
+        config=checked.config,
         clock=clock,
         metrics=metrics,
     )
-    return OpenTier(name, spec, limits, _construct(spec, origin, context))
+    return OpenTier(name, spec, limits, _construct(checked, context))
 
 
-def _limits(spec: TierSpec, origin: str, config: TierConfig) -> TierLimits:
-    try:
-        limits: object = spec.limits(config)
-    except KVCoreError:
-        raise
-    except Exception as error:
-        raise _broken(
-            spec, origin, f"cannot compute its limits ({_without_secrets(error, config)})"
-        ) from error
-    if not isinstance(limits, TierLimits):
-        raise _broken(spec, origin, f"computes its limits as {limits!r}, expected a TierLimits")
-    return limits
-
-
-def _construct(spec: TierSpec, origin: str, context: TierContext) -> SecondaryTierManager:
+def _construct(checked: CheckedTier, context: TierContext) -> SecondaryTierManager:
+    spec = checked.spec
     try:
         manager: object = spec.factory(context)
     except KVCoreError:
@@ -146,41 +119,12 @@ def _construct(spec: TierSpec, origin: str, context: TierContext) -> SecondaryTi
     except Exception as error:
         raise TierOpenError(
             f"tier {context.tier_name!r} of type {spec.type!r} cannot be opened: "
-            f"{_without_secrets(error, context.config)}"
+            f"{describe_error(error, checked.config)}"
         ) from error
     if not isinstance(manager, SecondaryTierManager):
-        raise _broken(
-            spec, origin, f"makes a {type(manager).__name__}, which is no SecondaryTierManager"
+        raise broken_tier(
+            spec,
+            checked.origin,
+            f"makes a {type(manager).__name__}, which is no SecondaryTierManager",
         )
     return manager
-
-
-def _broken(spec: TierSpec, origin: str, problem: str) -> BrokenPluginError:
-    return BrokenPluginError(
-        f"tier type {spec.type!r} of {origin} {problem}", plugin=spec.type, distribution=origin
-    )
-
-
-def _without_secrets(error: Exception, config: TierConfig) -> str:
-    """Describe a foreign error without the secrets that client libraries like to repeat."""
-    text = f"{type(error).__name__}: {error}"
-    for secret in _secrets(config):
-        text = text.replace(secret, "**********")
-    return text
-
-
-def _secrets(value: object) -> Iterator[str]:
-    """Yield the secrets in a configuration, however deep."""
-    if isinstance(value, SecretStr):
-        yield from filter(None, [value.get_secret_value()])
-    elif isinstance(value, SecretBytes):
-        yield from filter(None, [value.get_secret_value().decode(errors="replace")])
-    elif isinstance(value, BaseModel):
-        for _, item in value:
-            yield from _secrets(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _secrets(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from _secrets(item)

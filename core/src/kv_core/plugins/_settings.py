@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -53,7 +53,8 @@ def parse_secondary_tiers(entries: object) -> tuple[TierSettings, ...]:
             no secondary tier.
 
     Raises:
-        ConfigError: The list or an entry has another form, or two entries have one name.
+        ConfigError: The list or an entry has another form, or two entries have one name. All
+            faults are named at once.
     """
     if entries is None:
         return ()
@@ -64,15 +65,23 @@ def parse_secondary_tiers(entries: object) -> tuple[TierSettings, ...]:
             setting="secondary_tiers",
         )
     parsed: dict[str, TierSettings] = {}
+    problems: list[ConfigError] = []
     for index, entry in enumerate(entries):
-        tier = _parse_entry(entry, f"secondary_tiers[{index}]")
+        try:
+            tier = _parse_entry(entry, f"secondary_tiers[{index}]")
+        except ConfigError as error:
+            problems.extend(error.problems)
+            continue
         if tier.name in parsed:
-            raise ConfigError(
+            problem = ConfigError(
                 f"two secondary tiers are named {tier.name!r}. The name defaults to the type; "
                 "give each tier of one type a 'name' of its own",
                 setting=f"secondary_tiers[{index}].name",
             )
+            problems.append(problem)
         parsed[tier.name] = tier
+    if problems:
+        raise ConfigError.joined(problems)
     return tuple(parsed.values())
 
 
@@ -84,36 +93,60 @@ def _parse_entry(entry: object, where: str) -> TierSettings:
             f"found a value of type {type(entry).__name__}",
             setting=where,
         )
+    problems: list[ConfigError] = []
     if "type" not in entry:
-        raise ConfigError(
+        problem = ConfigError(
             f"'{where}.type' is missing; set it to the type of an installed tier ('kv-core tiers' "
             "lists them)",
             setting=f"{where}.type",
         )
-    tier_type = _word(entry["type"], f"{where}.type")
-    name = _word(entry.get("name", tier_type), f"{where}.name")
+        problems.append(problem)
+    if not all(isinstance(key, str) for key in entry):
+        problems.append(ConfigError(f"'{where}' has a key that is no string", setting=where))
+    read: dict[str, Any] = {}
+    for key, reader in _READERS.items():
+        if key in entry:
+            try:
+                read[key] = reader(entry[key], f"{where}.{key}")
+            except ConfigError as error:
+                problems.append(error)
+    name = read.get("name", read.get("type", ""))
     if name.lower() in _MEDIA:
-        raise ConfigError(
+        problem = ConfigError(
             f"'{where}.name' must not be {name!r}, which names a medium of the engine itself",
             setting=f"{where}.name",
         )
-    for key in entry:
-        if not isinstance(key, str):
-            raise ConfigError(f"'{where}' has a key that is no string: {key!r}", setting=where)
-    settings = {key: value for key, value in entry.items() if key not in RESERVED_KEYS}
-    mode = entry.get("mode", "read_write")
-    if mode not in _MODES:
-        raise ConfigError(
-            f"'{where}.mode' must be 'read_write' or 'read_only', found {mode!r}",
-            setting=f"{where}.mode",
-        )
+        problems.append(problem)
+    if problems:
+        raise ConfigError.joined(problems)
     return TierSettings(
-        tier_type,
-        name,
-        _MODES[mode],
-        _flag(entry.get("fill_on_promotion", False), f"{where}.fill_on_promotion"),
-        MappingProxyType(settings),
+        type=read["type"],
+        name=name,
+        read_only=read.get("mode", False),
+        fill_on_promotion=read.get("fill_on_promotion", False),
+        settings=MappingProxyType(
+            {key: value for key, value in entry.items() if key not in RESERVED_KEYS}
+        ),
     )
+
+
+def _word(value: object, setting: str) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ConfigError(
+            f"{setting!r} must be a word of letters, digits, '_', '.' and '-' that starts with a "
+            f"letter or digit, found {_shown(value)}",
+            setting=setting,
+        )
+    return value
+
+
+def _is_read_only(value: object, setting: str) -> bool:
+    if not isinstance(value, str) or value not in _MODES:
+        raise ConfigError(
+            f"{setting!r} must be 'read_write' or 'read_only', found {_shown(value)}",
+            setting=setting,
+        )
+    return _MODES[value]
 
 
 def _flag(value: object, setting: str) -> bool:
@@ -121,15 +154,23 @@ def _flag(value: object, setting: str) -> bool:
     words = {"true": True, "false": False}
     answer = words.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(answer, bool):
-        raise ConfigError(f"{setting!r} must be true or false, found {value!r}", setting=setting)
+        raise ConfigError(
+            f"{setting!r} must be true or false, found {_shown(value)}", setting=setting
+        )
     return answer
 
 
-def _word(value: object, setting: str) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise ConfigError(
-            f"{setting!r} must be a word of letters, digits, '_', '.' and '-' that starts with a "
-            f"letter or digit, found {value!r}",
-            setting=setting,
-        )
-    return value
+def _shown(value: object) -> str:
+    """Show a word or number; of anything else the type only, for what it holds is unknown."""
+    if isinstance(value, (str, int, float)):
+        return repr(value)
+    return f"a value of type {type(value).__name__}"
+
+
+_READERS: Final[dict[str, Callable[[object, str], object]]] = {
+    "type": _word,
+    "name": _word,
+    "mode": _is_read_only,
+    "fill_on_promotion": _flag,
+}
+"""How the keys of the engine are read, by key."""

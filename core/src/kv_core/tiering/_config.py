@@ -128,3 +128,7 @@ class TieringConfig(BaseModel):
             "makes everything stored so far unreachable (use it with weight updates)."
         ),
     )
+
+    def lease_blocks(self, num_blocks: int) -> int:
+        """Return the slots that ``lease_share`` comes to in a primary tier of this many."""
+        return max(1, int(num_blocks * self.lease_share))

@@ -110,7 +110,7 @@ class TieringOffloadingManager(OffloadingManager):
         # Tiers of earlier epochs that have not reported all of their jobs.
         self._former_tiers: list[GuardedTier] = []
         self._requests = RequestTable()
-        limit = max(1, int(primary.num_blocks * config.lease_share))
+        limit = config.lease_blocks(primary.num_blocks)
         self._share = PrimaryShare(limit, primary, self._requests)
         jobs = JobFactory(config, clock)
         self._promotions = Promotions(primary, self._requests, self._share, jobs, config, clock)

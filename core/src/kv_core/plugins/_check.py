@@ -1,0 +1,149 @@
+"""Checks what a user wrote for a tier, without opening it, and shows it without its secrets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import BaseModel, SecretBytes, SecretStr
+from pydantic_core import to_jsonable_python
+
+from kv_core.contract import TierConfig, TierLimits, TierSpec, parse_tier_config
+from kv_core.errors import BrokenPluginError, KVCoreError
+from kv_core.plugins._contract_version import check_contract_version
+from kv_core.plugins._registry import TierRegistry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+__all__ = ["CheckedTier", "broken_tier", "check_tier", "describe_error"]
+
+_HIDDEN: Final = "**********"
+
+# user:password@ of an address: written into plain settings more often than into secret ones.
+_PASSWORD: Final = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+@")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedTier:
+    """A tier whose settings are valid. Nothing of its storage has been touched.
+
+    Attributes:
+        name: Unique name of the instance.
+        spec: What its type declares.
+        origin: Name and version of the package it comes from.
+        config: Its validated settings.
+        limits: The limits that follow from them.
+    """
+
+    name: str
+    spec: TierSpec
+    origin: str
+    config: TierConfig = field(repr=False)
+    limits: TierLimits
+
+    def shown_settings(self) -> dict[str, Any]:
+        """Return the settings as plain values for people and logs: no secret is among them."""
+        shown: dict[str, Any] = to_jsonable_python(
+            self.config,
+            by_alias=True,
+            bytes_mode="base64",
+            # What a foreign object says of itself is not known to be harmless.
+            fallback=lambda value: f"<{type(value).__name__}>",
+        )
+        secrets = sorted(_secrets(self.config), key=len, reverse=True)
+        return {name: _hide(value, secrets) for name, value in shown.items()}
+
+
+def check_tier(
+    tier: TierSpec | str,
+    *,
+    name: str,
+    settings: Mapping[str, Any],
+    registry: TierRegistry | None = None,
+) -> CheckedTier:
+    """Validate a tier's settings and compute its limits. Imports its package, opens nothing.
+
+    Args:
+        tier: The tier's type, to be found among the installed ones, or its spec.
+        name: Unique name of the instance.
+        settings: The tier's own settings, as the user wrote them.
+        registry: Where to look for a type; by default what is installed in this environment.
+
+    Raises:
+        UnknownTierError: No installed package provides the type.
+        DuplicateTierError: Several packages claim the type.
+        BrokenPluginError: The plugin cannot be used.
+        IncompatibleTierError: The tier is written for another contract version.
+        ConfigError: Settings are missing, unknown or invalid.
+    """
+    if isinstance(tier, str):
+        registry = TierRegistry() if registry is None else registry
+        spec = registry.spec(tier)
+        origin = next(claim.origin for claim in registry.installed() if claim.type == tier)
+    else:
+        spec, origin = tier, "this program"
+        check_contract_version(spec, None)
+    config = parse_tier_config(name, spec.config_model, settings)
+    return CheckedTier(name, spec, origin, config, _limits(spec, origin, config))
+
+
+def _limits(spec: TierSpec, origin: str, config: TierConfig) -> TierLimits:
+    try:
+        limits: object = spec.limits(config)
+    except KVCoreError:
+        raise
+    except Exception as error:
+        raise broken_tier(
+            spec, origin, f"cannot compute its limits ({describe_error(error, config)})"
+        ) from error
+    if not isinstance(limits, TierLimits):
+        raise broken_tier(spec, origin, f"computes its limits as {limits!r}, expected a TierLimits")
+    return limits
+
+
+def broken_tier(spec: TierSpec, origin: str, problem: str) -> BrokenPluginError:
+    """Return the error for a tier that breaks its own declarations."""
+    return BrokenPluginError(
+        f"tier type {spec.type!r} of {origin} {problem}", plugin=spec.type, distribution=origin
+    )
+
+
+def describe_error(error: Exception, config: TierConfig) -> str:
+    """Describe a foreign error without the secrets that client libraries like to repeat."""
+    text = f"{type(error).__name__}: {error}"
+    return _without(_secrets(config), text)
+
+
+def _hide(value: Any, secrets: Iterable[str]) -> Any:
+    if isinstance(value, str):
+        return _PASSWORD.sub(rf"\1:{_HIDDEN}@", _without(secrets, value))
+    if isinstance(value, dict):
+        return {name: _hide(item, secrets) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_hide(item, secrets) for item in value]
+    return value
+
+
+def _without(secrets: Iterable[str], text: str) -> str:
+    for secret in secrets:
+        text = text.replace(secret, _HIDDEN)
+    return text
+
+
+def _secrets(value: object) -> Iterator[str]:
+    """Yield the secrets in a configuration, however deep."""
+    if isinstance(value, SecretStr):
+        yield from filter(None, [value.get_secret_value()])
+    elif isinstance(value, SecretBytes):
+        yield from filter(None, [value.get_secret_value().decode(errors="replace")])
+    elif isinstance(value, BaseModel):
+        for _, item in value:
+            yield from _secrets(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _secrets(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _secrets(item)
