@@ -124,6 +124,14 @@ class CPUOffloadingManager(OffloadingManager):
     def complete_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, success: bool = True
     ) -> None:
+        self.finish_load(keys, req_context)
+
+    def finish_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
+        """Note the end of a load, as :meth:`complete_load` does.
+
+        Returns:
+            Whether there was such a load.
+        """
         load = (req_context.req_id, tuple(keys))
         count, block_ids = self._loads.get(load, (0, []))
         if not count:
@@ -133,12 +141,13 @@ class CPUOffloadingManager(OffloadingManager):
                 len(keys),
                 req_context.req_id,
             )
-            return
+            return False
         if count == 1:
             del self._loads[load]
         else:
             self._loads[load] = (count - 1, block_ids)
         self._unpin(block_ids)
+        return True
 
     @override
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -190,6 +199,14 @@ class CPUOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, success: bool = True
     ) -> None:
+        self.finish_store(keys, success=success)
+
+    def finish_store(self, keys: Sequence[OffloadKey], *, success: bool) -> list[OffloadKey]:
+        """Note the end of a store, as :meth:`complete_store` does.
+
+        Returns:
+            The blocks whose store has ended just now: readable, or gone.
+        """
         slot_of, ref_counts = self._slot_of, self._table.ref_counts
         slot_holds = self._table.slot_holds
         done: list[OffloadKey] = []
@@ -211,6 +228,7 @@ class CPUOffloadingManager(OffloadingManager):
         else:
             self._counts["stores_failed"] += len(done)
             self._free(block_ids)
+        return done
 
     # -- steps, requests, resets ----------------------------------------------------------------
 

@@ -5,17 +5,18 @@ All state belongs to the thread that drives the tiering manager.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING, final
 
 from kv_core.contract import JobErrorKind
-from kv_core.tiering._jobs import split_keys
+from kv_core.tiering._health import Activity
+from kv_core.tiering._jobs import job_ranges
 from kv_core.tiering._options import TierMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kv_core.contract import ReqContext
+    from kv_core.contract import JobId, ReqContext
     from kv_core.cpu import CPUPrimaryTierOffloadingManager
     from kv_core.keys import OffloadKey
     from kv_core.tiering._config import TieringConfig
@@ -46,7 +47,8 @@ class Cascades:
         # Tiers (by index) that miss a block of the primary tier.
         self._missed: dict[OffloadKey, set[int]] = {}
         # In order of submission, so in order of their deadlines.
-        self._under_way: deque[tuple[GuardedTier, TierJob]] = deque()
+        self._under_way: OrderedDict[JobId, tuple[GuardedTier, TierJob]] = OrderedDict()
+        self._is_closed = False
 
     @property
     def num_missed(self) -> int:
@@ -61,25 +63,35 @@ class Cascades:
         Returns:
             Jobs that a tier did not take. They have ended.
         """
-        refused = []
+        refused: list[tuple[GuardedTier, TierJob]] = []
+        if self._is_closed:
+            return refused
         for tier in tiers:
             if tier.options.mode is TierMode.READ_ONLY:
                 continue
             admitted = self._admit(tier, keys)
-            for part in split_keys(len(admitted), tier.limits.max_job_keys):
+            given = 0
+            for part in job_ranges(tier, len(admitted)):
                 some = tuple(admitted[part])
                 job = self._jobs.store(some, self._primary.prepare_read(some), context)
+                job_id = job.metadata.job_id
                 tier.inflight_store_bytes += self._bytes(job)
-                tier.health.submitted()
-                if tier.submit(job):
-                    self._under_way.append((tier, job))
-                else:
+                tier.health.submitted(job_id)
+                self._under_way[job_id] = (tier, job)
+                if not tier.submit(job):
                     refused.append((tier, job))
+                given = part.stop
+            if given < len(admitted):
+                self._refuse(tier, admitted, given, "blocks_skipped")
         return refused
+
+    def close(self) -> None:
+        """Store nothing any more: the tiers are about to be closed."""
+        self._is_closed = True
 
     def _admit(self, tier: GuardedTier, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the blocks that go to a tier now; remember the others."""
-        if not tier.health.may_submit():
+        if not tier.health.may_use():
             return self._refuse(tier, keys, 0, "blocks_skipped")
         if not tier.pressure.admits():
             return self._refuse(tier, keys, 0, "blocks_dropped")
@@ -103,15 +115,29 @@ class Cascades:
                 self._missed.setdefault(key, set()).add(tier.index)
 
     def catch_up(
-        self, tiers: Sequence[GuardedTier], keys: Iterable[OffloadKey], context: ReqContext
+        self,
+        tiers: Sequence[GuardedTier],
+        keys: Iterable[OffloadKey],
+        context: ReqContext,
+        spared: frozenset[int] = frozenset(),
     ) -> list[tuple[GuardedTier, TierJob]]:
-        """Store blocks that are of use again to the tiers that missed them."""
+        """Store blocks that are of use again to the tiers that missed them.
+
+        Args:
+            tiers: All tiers.
+            keys: The blocks.
+            context: The request that uses them.
+            spared: Tiers (by index) that are given them anyway.
+
+        Returns:
+            Jobs that a tier did not take. They have ended.
+        """
         if not self._missed:
             return []
         by_tier: dict[int, list[OffloadKey]] = {}
         for key in keys:
             if key in self._missed and self._primary.is_ready(key):
-                for index in self._missed.pop(key):
+                for index in self._missed.pop(key) - spared:
                     by_tier.setdefault(index, []).append(key)
         refused = []
         for index, missed in by_tier.items():
@@ -129,7 +155,8 @@ class Cascades:
         self._missed.clear()
 
     def end(self, tier: GuardedTier, job: TierJob) -> None:
-        """Unpin the slots of a reported job and note what did not arrive."""
+        """Unpin the slots of a job that has ended and note what did not arrive."""
+        self._under_way.pop(job.metadata.job_id, None)
         self._primary.complete_read(job.block_ids)
         tier.inflight_store_bytes -= self._bytes(job)
         failed = [key for key in job.metadata.keys if key not in job.succeeded]
@@ -142,15 +169,14 @@ class Cascades:
     def expire(self, now: float) -> None:
         """Count stores that are past their deadline. Their slots stay pinned: the tier reads."""
         while self._under_way:
-            tier, job = self._under_way[0]
-            if job.metadata.job_id in tier.jobs:
-                if job.deadline > now:
-                    break
-                job.is_overdue = True
-                tier.counts["jobs_stalled"] += 1
-                tier.pressure.store_failed()
-                tier.health.failed("a store was not reported by its deadline")
-            self._under_way.popleft()
+            job_id, (tier, job) = next(iter(self._under_way.items()))
+            if job.deadline > now:
+                break
+            del self._under_way[job_id]
+            job.is_overdue = True
+            tier.counts["jobs_stalled"] += 1
+            tier.pressure.store_failed()
+            tier.health.failed(Activity.STORE, "a store was not reported by its deadline")
 
     def _bytes(self, job: TierJob) -> int:
         return len(job.block_ids) * self._primary.block_bytes

@@ -1,19 +1,26 @@
 """A fence around one tier: nothing it raises gets past here.
 
-All state belongs to the thread that drives the tiering manager.
+All state belongs to the thread that drives the tiering manager. A blocking call, a drain or a
+shutdown, is made on a thread of its own, which owns nothing but the queue it answers to; while it
+is inside the tier no other call is made.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import sys
 import threading
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
-from kv_core.contract import ABSENT, JobResult, RequestOffloadingContext
+from kv_core.contract import (
+    ABSENT,
+    JobError,
+    JobErrorKind,
+    JobResult,
+    RequestOffloadingContext,
+)
 from kv_core.errors import TierClosedError
-from kv_core.tiering._health import HealthState, TierHealth
+from kv_core.tiering._health import Activity, HealthState, TierHealth
 from kv_core.tiering._pressure import StorePressure
 
 if TYPE_CHECKING:
@@ -21,7 +28,6 @@ if TYPE_CHECKING:
 
     from kv_core.contract import (
         Clock,
-        JobError,
         JobId,
         JobMetadata,
         LookupAnswer,
@@ -58,6 +64,8 @@ _HEALTH_VALUES: Final = {
     HealthState.DETACHED: 2,
 }
 
+_ACTIVITIES: Final = {"submit_load": Activity.LOAD, "submit_store": Activity.STORE}
+
 T = TypeVar("T")
 
 
@@ -73,12 +81,15 @@ class TierJob:
         deadline: When the engine stops waiting for it, seconds on its clock.
         is_overdue: Whether that has happened. The slots stay out of use until the report.
         was_taken: Whether the tier took it; an exception in submit is held against it already.
+        busy_s: Seconds that the tier took at least. The time to the report would hold the
+            engine's own steps against the tier, which are when the engine looks.
         succeeded: Keys that were stored or loaded; none before the report.
         error: Why keys failed, or ``None``.
     """
 
     __slots__ = (
         "block_ids",
+        "busy_s",
         "deadline",
         "error",
         "generations",
@@ -95,6 +106,7 @@ class TierJob:
         self.deadline = deadline
         self.is_overdue = False
         self.was_taken = True
+        self.busy_s = 0.0
         self.block_ids: list[int] = metadata.block_ids.tolist()
         self.generations = generations
         self.succeeded: frozenset[OffloadKey] = frozenset()
@@ -108,7 +120,7 @@ class GuardedTier:
     An exception in a tier costs a recompute, never the engine: each call answers with the
     harmless outcome instead ("absent", "not accepted", "nothing finished"), the exception is
     counted, and the first of every thousand per method is logged with its traceback. Every
-    exception is a failure for the tier's health.
+    exception is a failure for the tier's health. So it is with answers that make no sense.
 
     Attributes:
         name: Name of the tier.
@@ -122,18 +134,22 @@ class GuardedTier:
         exceptions: Number of exceptions contained so far.
         ignored_results: Number of results that were late, repeated, unknown or no results.
         jobs: Jobs handed over and not yet reported.
+        is_retired: Whether another one has taken its place; only its jobs still matter.
     """
 
     __slots__ = (
+        "_blocking_call",
+        "_clock",
         "_exceptions_by_method",
-        "_is_abandoned",
         "_manager",
+        "_polled_at",
         "counts",
         "exceptions",
         "health",
         "ignored_results",
         "index",
         "inflight_store_bytes",
+        "is_retired",
         "jobs",
         "limits",
         "name",
@@ -160,20 +176,37 @@ class GuardedTier:
         self.exceptions = 0
         self.ignored_results = 0
         self.jobs: dict[JobId, TierJob] = {}
+        self.is_retired = False
         self._manager = tier.manager
+        self._clock = clock
+        self._polled_at = clock()
         self._exceptions_by_method: dict[str, int] = {}
-        self._is_abandoned = False
+        # The thread of a blocking call that did not come back in time.
+        self._blocking_call: threading.Thread | None = None
+
+    def replace(self, former: GuardedTier) -> None:
+        """Take the place of the same tier as it was in another epoch, and go on counting."""
+        self.counts = former.counts
+        self.exceptions = former.exceptions
+        self.ignored_results = former.ignored_results
+        self.health.follow(former.health)
+        former.is_retired = True
 
     def lookup(self, key: OffloadKey, state: RequestState) -> LookupAnswer:
         """Ask the tier; an exception is "absent", and counts as an error instead of a miss."""
         try:
             answer = self._manager.lookup(key, state.context)
-            if answer is None or answer:
-                return None if answer is None else True
-        except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
-            self._contained("lookup")
+            if answer is None:
+                return None
+            is_present = bool(answer)
+        except Exception as error:  # noqa: BLE001 - a tier may raise anything; see the class docstring
+            self._contained("lookup", error)
             self.resolve(key, state, "errors")
             return ABSENT
+        if self.health.has_failed_calls:
+            self.health.succeeded(Activity.CALL)
+        if is_present:
+            return True
         self.resolve(key, state, "misses")
         return ABSENT
 
@@ -197,27 +230,28 @@ class GuardedTier:
                 self._manager.submit_load(metadata)
             else:
                 self._manager.submit_store(metadata)
-        except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
+        except Exception as error:  # noqa: BLE001 - a tier may raise anything; see the class docstring
             del self.jobs[metadata.job_id]
             job.was_taken = False
-            self._contained("submit_load" if metadata.is_promotion else "submit_store")
+            self._contained("submit_load" if metadata.is_promotion else "submit_store", error)
             return False
         return True
 
     def finished(self) -> list[TierJob]:
         """Return newly reported jobs; what is no result of a job in flight is ignored."""
         finished: list[TierJob] = []
-        if self._is_abandoned:
-            # Another thread is still inside the tier, which expects one at a time.
+        if self._is_blocked():
             return finished
+        polled_before, self._polled_at = self._polled_at, self._clock()
         try:
             # One by one: when the tier raises half-way, what it has reported by then counts.
             for result in self._manager.get_finished_jobs():
                 job = self._take_report(result)
                 if job is not None:
+                    job.busy_s = max(job.busy_s, polled_before - job.metadata.submit_time)
                     finished.append(job)
-        except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
-            self._contained("get_finished_jobs")
+        except Exception as error:  # noqa: BLE001 - a tier may raise anything; see the class docstring
+            self._contained("get_finished_jobs", error)
         return finished
 
     def _take_report(self, result: object) -> TierJob | None:
@@ -228,20 +262,19 @@ class GuardedTier:
             self.ignored_results += 1
             if self.ignored_results % _LOG_EVERY == 1:
                 _LOGGER.warning(
-                    "tier %r reported %r, which is the result of no job in flight; ignored",
+                    "tier %r reported %s, which is the result of no job in flight; ignored",
                     self.name,
-                    result,
+                    # Not its own words: they may be long, and may raise.
+                    f"job {result.job_id!r}"
+                    if isinstance(result, JobResult)
+                    else f"a {type(result).__name__}",
                 )
             return None
-        job.error = result.error
-        job.succeeded = frozenset(job.metadata.keys)
-        if not result.success:
-            try:
-                # A tier may claim only what it was asked for.
-                job.succeeded = job.succeeded.intersection(result.successful_keys)
-            except TypeError:
-                job.succeeded = frozenset()
-                self._contained("get_finished_jobs")
+        try:
+            _read_result(job, result)
+        except Exception as error:  # noqa: BLE001 - a tier may put anything there; the job has ended
+            job.succeeded = frozenset()
+            self._contained("get_finished_jobs", error)
         return job
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -312,43 +345,77 @@ class GuardedTier:
         self, deadline_s: float, method: str, call: Callable[[], Collection[JobId] | None]
     ) -> Collection[JobId]:
         """Make a blocking call on a thread of its own, so that a tier cannot hold the engine."""
-        answers: queue.SimpleQueue[Collection[JobId] | None] = queue.SimpleQueue()
+        if self._blocking_call is not None:
+            # The tier expects one call at a time.
+            self._blocking_call.join(deadline_s)
+            if self._is_blocked():
+                return tuple(self.jobs)
+        outcomes: queue.SimpleQueue[tuple[JobId, ...] | Exception] = queue.SimpleQueue()
 
         def run() -> None:
-            answers.put(self._call(method, lambda: tuple(call() or ()), None))
+            try:
+                outcomes.put(tuple(call() or ()))
+            except Exception as error:  # noqa: BLE001 - handed over; see the class docstring
+                outcomes.put(error)
 
         thread = threading.Thread(target=run, name=f"kv-{method}-{self.name}", daemon=True)
         thread.start()
         try:
-            answer = answers.get(timeout=deadline_s)
+            outcome = outcomes.get(timeout=deadline_s)
         except queue.Empty:
-            self._is_abandoned = True
+            self._blocking_call = thread
             self.health.detach(f"{method} did not return within {deadline_s:g} s")
             return tuple(self.jobs)
         thread.join()
-        return tuple(self.jobs) if answer is None else answer
+        if isinstance(outcome, Exception):
+            self._contained(method, outcome)
+            return tuple(self.jobs)
+        return outcome
+
+    def _is_blocked(self) -> bool:
+        """Say whether another thread is still inside the tier, which expects one at a time."""
+        if self._blocking_call is not None and not self._blocking_call.is_alive():
+            self._blocking_call = None
+        return self._blocking_call is not None
 
     def _call(self, method: str, call: Callable[[], T], default: T) -> T:
+        if self._is_blocked():
+            return default
         try:
             return call()
-        except Exception:  # noqa: BLE001 - a tier may raise anything; see the class docstring
-            self._contained(method)
+        except Exception as error:  # noqa: BLE001 - a tier may raise anything; see the class docstring
+            self._contained(method, error)
             return default
 
-    def _contained(self, method: str) -> None:
-        """Count the exception being handled and log the first of every thousand."""
+    def _contained(self, method: str, error: Exception) -> None:
+        """Count an exception and log the first of every thousand."""
         self.exceptions += 1
         count = self._exceptions_by_method.get(method, 0) + 1
         self._exceptions_by_method[method] = count
-        error = sys.exc_info()[1]
         if isinstance(error, TierClosedError):
             self.health.detach(f"closed: {error}")
         else:
-            self.health.failed(f"{type(error).__name__} in {method}")
+            activity = _ACTIVITIES.get(method, Activity.CALL)
+            self.health.failed(activity, f"{type(error).__name__} in {method}")
         if count % _LOG_EVERY == 1:
             _LOGGER.error(
                 "tier %r raised in %s; contained, the engine goes on",
                 self.name,
                 method,
-                exc_info=True,  # noqa: LOG014 - called by exception handlers only
+                exc_info=error,
             )
+
+
+def _read_result(job: TierJob, result: JobResult) -> None:
+    """Copy what a tier says of a job, as far as it makes sense.
+
+    Raises:
+        Exception: Whatever comes of things that are not what they should be.
+    """
+    error: object = result.error
+    if isinstance(error, JobError) and isinstance(error.kind, JobErrorKind):
+        job.error = error
+    job.busy_s = max(0.0, float(result.transfer_time_s))
+    keys = frozenset(job.metadata.keys)
+    # A tier may claim only what it was asked for.
+    job.succeeded = keys if result.success else keys.intersection(result.successful_keys)

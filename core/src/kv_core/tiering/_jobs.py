@@ -1,4 +1,4 @@
-"""Makes jobs: ids that are never reused, times, deadlines."""
+"""Makes jobs: ids that are never reused, times, deadlines, and how many keys to a job."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from typing import TYPE_CHECKING, final
 
 from kv_core.contract import JobId, JobMetadata
 from kv_core.tiering._guard import TierJob
+from kv_core.tiering._health import HealthState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     import numpy.typing as npt
 
     from kv_core.contract import Clock, ReqContext
     from kv_core.keys import OffloadKey
     from kv_core.tiering._config import TieringConfig
+    from kv_core.tiering._guard import GuardedTier
 
-__all__ = ["JobFactory", "split_keys"]
+__all__ = ["JobFactory", "job_ranges"]
 
 
 @final
@@ -63,7 +67,19 @@ class JobFactory:
         return JobMetadata(job_id, keys, block_ids, is_promotion, context, self._clock())
 
 
-def split_keys(length: int, max_keys: int | None) -> list[slice]:
-    """Cut ``length`` keys into ranges of at most ``max_keys``; no range for no keys."""
-    step = max_keys or length or 1
-    return [slice(start, start + step) for start in range(0, length, step)]
+def job_ranges(tier: GuardedTier, length: int) -> Iterator[slice]:
+    """Cut keys into the ranges for which a tier may be given jobs now.
+
+    Submit the job of a range before asking for the next one: a tier that refuses jobs is not
+    given the rest, and one that is on probation gets one job of one block.
+
+    Args:
+        tier: The tier.
+        length: Number of keys; no range for no keys.
+    """
+    start = 0
+    while start < length and tier.health.may_use():
+        is_probe = tier.health.state is HealthState.DEGRADED
+        stop = min(length, start + (1 if is_probe else tier.limits.max_job_keys or length))
+        yield slice(start, stop)
+        start = stop

@@ -14,15 +14,14 @@ from typing_extensions import override
 
 from kv_core.contract import JobErrorKind, OffloadPolicy, RequestOffloadingContext
 from kv_core.engine import CPULoadStoreSpec, LookupResult, OffloadingManager, PrepareStoreOutput
-from kv_core.errors import KVCoreError
 from kv_core.tiering._cascades import Cascades
 from kv_core.tiering._config import TieringConfig
 from kv_core.tiering._guard import GuardedTier
-from kv_core.tiering._health import HealthState
+from kv_core.tiering._health import Activity, HealthState
 from kv_core.tiering._jobs import JobFactory
 from kv_core.tiering._observer import JobObserver, JobReport
 from kv_core.tiering._options import TierMode, TierOptions
-from kv_core.tiering._parking import Parking
+from kv_core.tiering._parking import ParkedRequest, Parking
 from kv_core.tiering._promotions import Promotions
 from kv_core.tiering._requests import RequestState, RequestTable
 from kv_core.tiering._share import PrimaryShare
@@ -111,9 +110,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._former_tiers: list[GuardedTier] = []
         self._requests = RequestTable()
         limit = config.lease_blocks(primary.num_blocks)
-        self._share = PrimaryShare(limit, primary, self._requests)
+        self._share = PrimaryShare(limit, config.lease_deadline_s, primary)
         jobs = JobFactory(config, clock)
-        self._promotions = Promotions(primary, self._requests, self._share, jobs, config, clock)
+        self._promotions = Promotions(primary, self._requests, self._share, jobs, clock)
         self._cascades = Cascades(primary, jobs, config)
         self._parking = Parking()
         # Blocks that an offer was told are known while they were still being written.
@@ -146,7 +145,7 @@ class TieringOffloadingManager(OffloadingManager):
             return _MISS
         if answer is _HIT:
             if self._tiers:
-                state.step_hits.append(key)
+                self._requests.note_hit(state, key)
             return answer
         if self._is_past_deadline(state):
             return _MISS
@@ -161,7 +160,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Ask the tiers in order; the first that has the block promotes it."""
         answer = _MISS
         for tier in self._tiers:
-            if not tier.health.may_ask() or (key, tier.index) in state.failed:
+            if not tier.health.may_use() or (key, tier.index) in state.failed:
                 continue
             found = tier.lookup(key, state)
             if found:
@@ -178,7 +177,7 @@ class TieringOffloadingManager(OffloadingManager):
             return True
         if (key, tier.index) not in state.resolved:
             tier.resolve(key, state, "errors")
-            tier.health.failed("a lookup was not answered by its deadline")
+            tier.health.failed(Activity.CALL, "a lookup was not answered by its deadline")
         state.failed.add((key, tier.index))
         return False
 
@@ -202,16 +201,22 @@ class TieringOffloadingManager(OffloadingManager):
     def complete_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, success: bool = True
     ) -> None:
-        self._primary.complete_load(keys, req_context, success=success)
+        if not self._primary.finish_load(keys, req_context):
+            return
         if success:
             self._count_hits(keys, req_context)
         self._submit_again(keys, req_context)
 
     def _count_hits(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Count delivered blocks: for the tier that provided them, to this request only."""
+        """Count delivered blocks: for the tier that provided them, to this request only.
+
+        What a request gets after its end counts nowhere: it is of use to nobody.
+        """
         state = self._requests.find(req_context.req_id)
+        if state is None:
+            return
         from_cpu = len(keys)
-        if state is not None and state.promoted:
+        if state.promoted:
             for key in keys:
                 tier_name = state.promoted.pop(key, None)
                 if tier_name is not None:
@@ -243,86 +248,97 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         # Every time, not once per step: finished cascades are what makes blocks evictable.
         self._poll()
-        if not self._requests.state(req_context).may_store:
+        state = self._requests.state(req_context)
+        if state.waiting:
+            # It runs, or has ended. Not every scheduler says so for a request that it resumes.
+            self._settle(req_context)
+        if not state.may_store:
             return PrepareStoreOutput((), CPULoadStoreSpec(()))
         output = self._primary.prepare_store(keys, req_context)
-        if output is not None:
+        if output is not None and self._tiers:
             self._forget(output.evicted_keys)
-            if self._tiers:
-                self._note_known(keys, output, req_context)
+            self._note_known(keys, output, state)
+            if state.request_level_tiers:
+                self._parking.park(output.keys_to_store, state.context, state.request_level_tiers)
         return output
 
     def _note_known(
-        self, keys: Sequence[OffloadKey], output: PrepareStoreOutput, req_context: ReqContext
+        self, keys: Sequence[OffloadKey], output: PrepareStoreOutput, state: RequestState
     ) -> None:
         """Deal with offered blocks that the primary tier has, or is about to have."""
         if len(output.keys_to_store) + len(output.declined_keys) == len(keys):
             return
         new = {*output.keys_to_store, *output.declined_keys}
-        known = [key for key in keys if key not in new]
-        ready = []
-        for key in known:
-            if self._primary.is_ready(key):
-                ready.append(key)
-            else:
-                self._told_known.add(key)
-        self._submit_again(ready, req_context)
-        state = self._requests.state(req_context)
+        ready: list[OffloadKey] = []
+        pending: list[OffloadKey] = []
+        for key in dict.fromkeys(keys):
+            if key not in new:
+                (ready if self._primary.is_ready(key) else pending).append(key)
+        self._told_known.update(pending)
+        self._submit_again(ready, state.context, spared=state.request_level_tiers)
         if state.request_level_tiers:
-            self._offer_whole_request(state, known, ready)
-
-    def _offer_whole_request(
-        self, state: RequestState, known: Sequence[OffloadKey], ready: Sequence[OffloadKey]
-    ) -> None:
-        """Give tiers that want every block of a request those the primary tier had already."""
-        tiers = [self._tiers[index] for index in sorted(state.request_level_tiers)]
-        self._end_all(self._cascades.store(tiers, ready, state.context))
-        pending = set(known).difference(ready)
-        for key in known:
-            if key in pending:
-                self._parking.park(key, state.context, state.request_level_tiers)
+            # They want every block of a request, also what the primary tier had already.
+            tiers = self._tiers_at(state.request_level_tiers)
+            self._end_all(self._cascades.store(tiers, ready, state.context))
+            self._parking.park(pending, state.context, state.request_level_tiers)
 
     @override
     def complete_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, success: bool = True
     ) -> None:
-        self._primary.complete_store(keys, req_context, success=success)
-        if not self._tiers:
+        ended = self._primary.finish_store(keys, success=success)
+        if not self._tiers or not ended:
             return
         if success:
-            ready = [key for key in keys if self._primary.is_ready(key)]
-            self._became_ready(ready)
-            self._end_all(self._cascades.store(self._tiers, ready, req_context))
+            self._end_all(self._cascades.store(self._tiers, ended, req_context))
+            self._became_ready(ended, given_for=req_context.req_id)
         else:
-            self._were_lost(keys)
+            self._were_lost(ended)
 
-    def _became_ready(self, keys: Iterable[OffloadKey]) -> None:
-        """Release what waited for blocks to become readable."""
+    def _became_ready(self, keys: Sequence[OffloadKey], *, given_for: str | None = None) -> None:
+        """Release what waited for blocks to become readable.
+
+        Args:
+            keys: The blocks.
+            given_for: The request for which every tier was given them already.
+        """
         self._told_known.difference_update(keys)
-        for context, indices, parked in self._parking.take(keys):
-            tiers = [self._tiers[index] for index in sorted(indices)]
-            self._end_all(self._cascades.store(tiers, parked, context))
-            self._finish_parked(context)
+        for parked, wanted in self._parking.take(keys):
+            if parked.context.req_id != given_for:
+                tiers = self._tiers_at(parked.tiers)
+                self._end_all(self._cascades.store(tiers, wanted, parked.context))
+            self._finish_parked(parked)
 
     def _were_lost(self, keys: Iterable[OffloadKey]) -> None:
         """Note blocks whose write failed: whoever was told that they are known offers them."""
         gone = [key for key in keys if self._primary.block_id_of(key) is None]
         self._lost.update(self._told_known.intersection(gone))
         self._told_known.difference_update(gone)
-        for context, _, _ in self._parking.take(gone):
-            self._finish_parked(context)
+        for parked, _ in self._parking.take(gone):
+            self._finish_parked(parked)
 
-    def _finish_parked(self, context: ReqContext) -> None:
-        for index in self._parking.finish(context.req_id):
-            self._tiers[index].on_request_finished(context)
+    def _finish_parked(self, parked: ParkedRequest) -> None:
+        """Tell tiers of the end of a request that was held back."""
+        if parked.is_over:
+            for tier in self._tiers_at(parked.tiers):
+                if tier.health.state is not HealthState.DETACHED:
+                    tier.on_request_finished(parked.context)
+
+    def _tiers_at(self, indices: Iterable[int]) -> list[GuardedTier]:
+        return [self._tiers[index] for index in sorted(indices)]
 
     @override
     def take_lost_keys(self) -> Collection[OffloadKey]:
         lost, self._lost = self._lost, set()
         return lost
 
-    def _submit_again(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self._end_all(self._cascades.catch_up(self._tiers, keys, req_context))
+    def _submit_again(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        spared: frozenset[int] = frozenset(),
+    ) -> None:
+        self._end_all(self._cascades.catch_up(self._tiers, keys, req_context, spared))
 
     def _forget(self, evicted_keys: Iterable[OffloadKey]) -> None:
         self._cascades.forget(evicted_keys)
@@ -355,8 +371,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _end_job(self, tier: GuardedTier, job: TierJob) -> None:
         metadata = job.metadata
-        seconds = self._clock() - metadata.submit_time
-        self._judge(tier, job, seconds)
+        self._judge(tier, job)
         if metadata.is_promotion:
             ready = self._promotions.end(tier, job)
             self._became_ready(ready)
@@ -372,28 +387,31 @@ class TieringOffloadingManager(OffloadingManager):
                     is_promotion=metadata.is_promotion,
                     blocks=len(metadata.keys),
                     blocks_succeeded=len(job.succeeded),
-                    seconds=seconds,
+                    seconds=self._clock() - metadata.submit_time,
                     error=job.error,
                 )
             )
 
-    def _judge(self, tier: GuardedTier, job: TierJob, seconds: float) -> None:
+    def _judge(self, tier: GuardedTier, job: TierJob) -> None:
         """Draw conclusions on the tier's health and speed."""
-        complete = len(job.succeeded) == len(job.metadata.keys)
+        is_complete = len(job.succeeded) == len(job.metadata.keys)
         kind = None if job.error is None else job.error.kind
-        if complete or kind in _ANSWERED:
-            tier.health.succeeded()
-        elif kind in _HARMLESS or job.is_overdue:
-            # Declined says nothing; overdue was held against the tier at its deadline.
-            tier.health.settled()
-        elif job.was_taken:
-            word = "failed" if kind is None else kind.value
-            tier.health.failed(f"a {'load' if job.metadata.is_promotion else 'store'} {word}")
-        if not job.metadata.is_promotion and job.metadata.keys:
-            if complete:
+        activity = Activity.LOAD if job.metadata.is_promotion else Activity.STORE
+        # What is overdue was held against the tier at its deadline, and no success makes up for
+        # it: a tier that is always late would never be left alone. Declined says nothing.
+        if not job.is_overdue and job.was_taken:
+            if is_complete or kind in _ANSWERED:
+                tier.health.succeeded(activity)
+            elif kind not in _HARMLESS:
+                tier.health.failed(
+                    activity, f"a {activity.value} {'failed' if kind is None else kind.value}"
+                )
+        tier.health.settled(job.metadata.job_id)
+        if activity is Activity.STORE:
+            if is_complete:
                 num_bytes = len(job.metadata.keys) * self._primary.block_bytes
-                tier.pressure.store_ended(seconds, num_bytes)
-            else:
+                tier.pressure.store_ended(job.busy_s, num_bytes)
+            elif not job.is_overdue:
                 tier.pressure.store_failed()
 
     def _fill(self, source: GuardedTier, keys: Sequence[OffloadKey], context: ReqContext) -> None:
@@ -410,13 +428,12 @@ class TieringOffloadingManager(OffloadingManager):
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._primary.on_new_request(req_context)
+        former = self._parking.give_up(req_context.req_id)
+        if former is not None:
+            # Tiers must not take the late end of a request for the end of its namesake.
+            self._finish_parked(former)
         state = self._requests.state(req_context)
-        state.request_level_tiers = frozenset(
-            tier.index
-            for tier in self._usable_tiers()
-            if tier.on_new_request(req_context).policy is OffloadPolicy.REQUEST_LEVEL
-            and tier.options.mode is not TierMode.READ_ONLY
-        )
+        self._announce(state)
         if state.request_level_tiers:
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext(OffloadPolicy.BLOCK_LEVEL)
@@ -426,9 +443,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._settle(req_context)
         self._requests.remove(req_context.req_id)
         self._primary.on_request_finished(req_context)
-        parked = self._parking.hold_end(req_context.req_id)
+        told_later = self._parking.hold_end(req_context.req_id)
         for tier in self._usable_tiers():
-            if tier.index not in parked:
+            if tier.index not in told_later:
                 tier.on_request_finished(req_context)
 
     @override
@@ -442,7 +459,9 @@ class TieringOffloadingManager(OffloadingManager):
                 # Scheduled, with a load or without: nothing more is held for it.
                 self._settle(state.context)
         self._keep_promises()
-        self._end_all(self._promotions.flush())
+        refused, given_back = self._promotions.flush()
+        self._end_all(refused)
+        self._were_lost(given_back)
         self._expire()
         self._primary.on_schedule_end(context)
         for tier in self._usable_tiers():
@@ -451,14 +470,11 @@ class TieringOffloadingManager(OffloadingManager):
     def _keep_promises(self) -> None:
         """Lease the hits of requests that have to wait for other blocks, oldest first."""
         now = self._clock()
-        for state in self._requests.oldest_first() if self._requests.waiting else ():
-            if state.leases and now - state.leased_at > self._config.lease_deadline_s:
-                self._share.end_leases(state)
-            elif state.step_hits:
+        self._share.expire(now)
+        for state in self._requests.take_answered():
+            if state.waiting and state.step_hits:
                 self._share.lease(state, state.step_hits, now)
-        for state in self._requests:
-            if state.step_hits:
-                state.step_hits.clear()
+            state.step_hits.clear()
 
     def _expire(self) -> None:
         now = self._clock()
@@ -472,7 +488,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     @override
     def has_pending_work(self) -> bool:
-        if self._promotions.has_queued or self._has_live_jobs():
+        if self._promotions.has_queued or self._parking or self._has_live_jobs():
             self._idle_since = None
             return True
         if len(self._requests):
@@ -503,7 +519,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._drain()
         for state in self._requests:
             state.promoted.clear()
+        for parked in self._parking.clear():
+            self._finish_parked(parked)
         self._told_known.clear()
+        self._lost.clear()
         self._cascades.forget_all()
         self._resetting = True
         self._primary.reset_cache()
@@ -523,33 +542,41 @@ class TieringOffloadingManager(OffloadingManager):
     def reset(self, epoch: int) -> None:
         """Empty the primary tier and re-open every tier under the namespace of an epoch.
 
-        A tier that cannot be re-opened is detached: without new weights' own namespace it must
-        not be asked. May block.
+        A tier that cannot be re-opened is detached: under the namespace of the old weights it
+        must not be asked. May block.
         """
         self.reset_cache()
         for index, tier in enumerate(self._tiers):
             self._shut_down(tier)
-            if tier.jobs:
-                self._former_tiers.append(tier)
             self._tiers[index] = self._open_again(tier, epoch)
         for state in self._requests:
             state.failed.clear()
             state.resolved.clear()
             self._announce(state)
 
-    def _open_again(self, tier: GuardedTier, epoch: int) -> GuardedTier:
+    def _open_again(self, former: GuardedTier, epoch: int) -> GuardedTier:
         if self._reopen is None:
-            tier.health.detach("no way to re-open it under a new epoch")
-            return tier
+            former.health.detach("no way to re-open it under a new epoch")
+            return former
         try:
-            return self._guard(self._reopen(tier.name, epoch), tier.index)
-        except (KVCoreError, OSError) as error:
-            tier.health.detach(f"it cannot be re-opened for epoch {epoch}: {error}")
-            return tier
+            opened = self._reopen(former.name, epoch)
+        except Exception as error:  # noqa: BLE001 - constructors of tiers may raise anything
+            former.health.detach(f"it cannot be re-opened for epoch {epoch}: {error}")
+            return former
+        tier = self._guard(opened, former.index)
+        tier.replace(former)
+        if former.jobs:
+            self._former_tiers.append(former)
+        return tier
 
     def _announce(self, state: RequestState) -> None:
-        for tier in self._usable_tiers():
-            tier.on_new_request(state.context)
+        """Tell tiers of a request, and learn which of them want every block of it."""
+        state.request_level_tiers = frozenset(
+            tier.index
+            for tier in self._usable_tiers()
+            if tier.on_new_request(state.context).policy is OffloadPolicy.REQUEST_LEVEL
+            and tier.options.mode is not TierMode.READ_ONLY
+        )
 
     # -- observation and end --------------------------------------------------------------------
 
@@ -577,7 +604,7 @@ class TieringOffloadingManager(OffloadingManager):
         stats["share_blocks_leased"] = self._share.leased
         stats["share_blocks_quarantined"] = self._share.quarantined
         stats["leases_revoked"] = self._share.revoked
-        stats["requests_waiting"] = len(self._requests.waiting)
+        stats["requests_waiting"] = self._requests.num_waiting
         stats["lookup_deadlines_passed"] = self._lookup_deadlines_passed
         stats["blocks_missed_by_tiers"] = self._cascades.num_missed
         for level, hits in self._hits_by_level.items():
@@ -596,11 +623,8 @@ class TieringOffloadingManager(OffloadingManager):
         """
         if not self._is_shut_down:
             self._is_shut_down = True
-            flush_until = time.monotonic() + self._config.shutdown_flush_s
-            for tier in self._usable_tiers():
-                if tier.jobs:
-                    tier.drain_jobs(max(0.0, flush_until - time.monotonic()))
-            self._poll()
+            self._cascades.close()
+            self._flush_stores()
             for tier in (*self._tiers, *self._former_tiers):
                 self._stuck_jobs.extend(self._shut_down(tier))
         if self._stuck_jobs:
@@ -610,6 +634,16 @@ class TieringOffloadingManager(OffloadingManager):
             )
         else:
             self._primary.shutdown()
+
+    def _flush_stores(self) -> None:
+        """Let stores under way end, for as long as the configuration says."""
+        # Of real time: whatever the engine's clock does, somebody waits for this process.
+        flush_until = time.monotonic() + self._config.shutdown_flush_s
+        for tier in self._usable_tiers():
+            patience_s = flush_until - time.monotonic()
+            if tier.jobs and patience_s > 0:
+                tier.drain_jobs(patience_s)
+        self._poll()
 
     def _shut_down(self, tier: GuardedTier) -> Collection[JobId]:
         stuck = tier.shutdown(tier.limits.job_deadline_s + self._config.quarantine_grace_s)

@@ -5,6 +5,7 @@ All state belongs to the thread that drives the tiering manager.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
@@ -13,7 +14,29 @@ if TYPE_CHECKING:
     from kv_core.contract import ReqContext
     from kv_core.keys import OffloadKey
 
-__all__ = ["Parking"]
+__all__ = ["ParkedRequest", "Parking"]
+
+
+@dataclass(slots=True)
+class ParkedRequest:
+    """A request with blocks that wait.
+
+    Attributes:
+        context: The request.
+        tiers: Tiers (by index) that want its blocks.
+        keys: Its blocks that still wait.
+        has_ended: Whether the request has ended. Its tiers hear of it after its last block.
+    """
+
+    context: ReqContext
+    tiers: frozenset[int]
+    keys: set[OffloadKey] = field(default_factory=set)
+    has_ended: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the request has ended and nothing of it waits any more."""
+        return self.has_ended and not self.keys
 
 
 @final
@@ -25,34 +48,38 @@ class Parking:
     """
 
     def __init__(self) -> None:
-        self._by_key: dict[OffloadKey, dict[str, tuple[ReqContext, frozenset[int]]]] = {}
-        self._num_parked: dict[str, int] = {}
-        # Requests that have ended, with the tiers that must hear of it later.
-        self._ended: dict[str, frozenset[int]] = {}
-        self._tiers: dict[str, frozenset[int]] = {}
+        self._by_key: dict[OffloadKey, dict[str, ParkedRequest]] = {}
+        self._by_request: dict[str, ParkedRequest] = {}
 
     def __len__(self) -> int:
-        return sum(self._num_parked.values())
+        return sum(len(parked.keys) for parked in self._by_request.values())
 
-    def park(self, key: OffloadKey, context: ReqContext, tiers: frozenset[int]) -> None:
-        """Park a block for a request and the tiers (by index) that want it."""
-        requests = self._by_key.setdefault(key, {})
-        if context.req_id not in requests:
-            requests[context.req_id] = (context, tiers)
-            self._num_parked[context.req_id] = self._num_parked.get(context.req_id, 0) + 1
-            self._tiers[context.req_id] = tiers
+    def __bool__(self) -> bool:
+        return bool(self._by_request)
 
-    def take(
-        self, keys: Iterable[OffloadKey]
-    ) -> list[tuple[ReqContext, frozenset[int], list[OffloadKey]]]:
-        """Return what was parked for these blocks: request, tiers, and the blocks."""
+    def park(self, keys: Iterable[OffloadKey], context: ReqContext, tiers: frozenset[int]) -> None:
+        """Park blocks for a request and the tiers (by index) that want them."""
+        for key in keys:
+            parked = self._by_request.setdefault(context.req_id, ParkedRequest(context, tiers))
+            parked.keys.add(key)
+            self._by_key.setdefault(key, {})[context.req_id] = parked
+
+    def take(self, keys: Iterable[OffloadKey]) -> list[tuple[ParkedRequest, list[OffloadKey]]]:
+        """End the wait of blocks, which are readable now or never will be.
+
+        Returns:
+            Each request that waited, and for which of the blocks, in their order.
+        """
         if not self._by_key:
             return []
-        taken: dict[str, tuple[ReqContext, frozenset[int], list[OffloadKey]]] = {}
+        taken: dict[str, tuple[ParkedRequest, list[OffloadKey]]] = {}
         for key in keys:
-            for req_id, (context, tiers) in self._by_key.pop(key, {}).items():
-                taken.setdefault(req_id, (context, tiers, []))[2].append(key)
-                self._num_parked[req_id] -= 1
+            for req_id, parked in self._by_key.pop(key, {}).items():
+                parked.keys.discard(key)
+                taken.setdefault(req_id, (parked, []))[1].append(key)
+        for req_id, (parked, _) in taken.items():
+            if not parked.keys:
+                del self._by_request[req_id]
         return list(taken.values())
 
     def hold_end(self, req_id: str) -> frozenset[int]:
@@ -61,17 +88,33 @@ class Parking:
         Returns:
             The tiers that must hear of it later.
         """
-        if not self._num_parked.get(req_id):
-            self._num_parked.pop(req_id, None)
-            self._tiers.pop(req_id, None)
+        parked = self._by_request.get(req_id)
+        if parked is None:
             return frozenset()
-        self._ended[req_id] = self._tiers[req_id]
-        return self._ended[req_id]
+        parked.has_ended = True
+        return parked.tiers
 
-    def finish(self, req_id: str) -> frozenset[int]:
-        """Return the tiers that must hear now that a request has ended; none if it has not."""
-        if self._num_parked.get(req_id):
-            return frozenset()
-        self._num_parked.pop(req_id, None)
-        self._tiers.pop(req_id, None)
-        return self._ended.pop(req_id, frozenset())
+    def give_up(self, req_id: str) -> ParkedRequest | None:
+        """Forget what waits for a request, if anything does."""
+        parked = self._by_request.get(req_id)
+        if parked is not None:
+            for key in tuple(parked.keys):
+                del self._by_key[key][req_id]
+                if not self._by_key[key]:
+                    del self._by_key[key]
+            parked.keys.clear()
+            del self._by_request[req_id]
+        return parked
+
+    def clear(self) -> list[ParkedRequest]:
+        """Forget everything that waits.
+
+        Returns:
+            The requests that had something waiting.
+        """
+        forgotten = list(self._by_request.values())
+        for parked in forgotten:
+            parked.keys.clear()
+        self._by_key.clear()
+        self._by_request.clear()
+        return forgotten

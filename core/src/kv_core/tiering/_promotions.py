@@ -5,21 +5,21 @@ All state belongs to the thread that drives the tiering manager.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 
 from kv_core.engine import LookupResult
-from kv_core.tiering._jobs import split_keys
+from kv_core.tiering._health import Activity
+from kv_core.tiering._jobs import job_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_core.contract import Clock, ReqContext
+    from kv_core.contract import Clock, JobId
     from kv_core.cpu import CPUPrimaryTierOffloadingManager
     from kv_core.keys import OffloadKey
-    from kv_core.tiering._config import TieringConfig
     from kv_core.tiering._guard import GuardedTier, TierJob
     from kv_core.tiering._jobs import JobFactory
     from kv_core.tiering._requests import RequestState, RequestTable
@@ -32,11 +32,11 @@ __all__ = ["Promotions"]
 class _Queued:
     """Slots reserved in this step for one (tier, request), waiting for the end of the step."""
 
-    __slots__ = ("block_ids", "context", "generations", "keys", "tier")
+    __slots__ = ("block_ids", "generations", "keys", "state", "tier")
 
-    def __init__(self, tier: GuardedTier, context: ReqContext) -> None:
+    def __init__(self, tier: GuardedTier, state: RequestState) -> None:
         self.tier = tier
-        self.context = context
+        self.state = state
         self.keys: list[OffloadKey] = []
         self.block_ids: list[int] = []
         self.generations: list[int] = []
@@ -61,7 +61,6 @@ class Promotions:
         requests: RequestTable,
         share: PrimaryShare,
         jobs: JobFactory,
-        config: TieringConfig,
         clock: Clock,
     ) -> None:
         self.counts = {
@@ -69,17 +68,17 @@ class Promotions:
             "promotions_failed": 0,
             "promotions_abandoned": 0,
             "promotions_adopted": 0,
+            "promotions_discarded": 0,
             "promotions_without_room": 0,
         }
         self._primary = primary
         self._requests = requests
         self._share = share
         self._jobs = jobs
-        self._config = config
         self._clock = clock
         self._queued: dict[tuple[int, str], _Queued] = {}
         # In order of submission, so in order of their deadlines.
-        self._under_way: deque[tuple[GuardedTier, TierJob]] = deque()
+        self._under_way: OrderedDict[JobId, tuple[GuardedTier, TierJob]] = OrderedDict()
 
     @property
     def has_queued(self) -> bool:
@@ -102,18 +101,24 @@ class Promotions:
             evicted: Told of blocks that had to leave.
 
         Returns:
-            ``PENDING`` with a slot. Without one, ``RETRY`` for a request that is not the oldest
-            of those waiting, since older ones give their slots back; and ``MISS`` for the oldest,
-            which runs with a shorter prefix instead of waiting for itself.
+            ``PENDING`` with a slot. Without one, ``RETRY`` when others will give slots back, and
+            ``MISS`` when they will not, or cannot: the request runs with a shorter prefix instead
+            of waiting for itself.
         """
         prepared = None
-        if self._share.used < self._share.limit or self._share.has_room(state):
+        has_room = self._share.has_room(state)
+        if has_room:
             prepared = self._primary.prepare_write((key,))
-            while prepared is None and self._share.revoke_younger(state):
+            while prepared is None and self._share.revoke_younger(state, spare_answered=True):
                 prepared = self._primary.prepare_write((key,))
         if prepared is None:
             self.counts["promotions_without_room"] += 1
-            if not self._requests.is_oldest_waiting(state):
+            if has_room:
+                # Running requests hold the primary; how long, nobody knows.
+                is_final = self._requests.is_oldest_waiting(state)
+            else:
+                is_final = self._share.is_filled_by(state)
+            if not is_final:
                 return LookupResult.RETRY
             # Promised by the tier, declined by us: to the request it is a miss.
             tier.resolve(key, state, "misses")
@@ -121,61 +126,81 @@ class Promotions:
         if prepared.evicted_keys:
             evicted(prepared.evicted_keys)
         self._share.reserved += 1
+        state.reserved += 1
         queued = self._queued.get((tier.index, state.context.req_id))
         if queued is None:
-            queued = _Queued(tier, state.context)
+            queued = _Queued(tier, state)
             self._queued[tier.index, state.context.req_id] = queued
         queued.keys.append(key)
         queued.block_ids.append(prepared.block_ids[0])
         queued.generations.append(prepared.generations[0])
         return LookupResult.PENDING
 
-    def flush(self) -> list[tuple[GuardedTier, TierJob]]:
+    def flush(self) -> tuple[list[tuple[GuardedTier, TierJob]], list[OffloadKey]]:
         """Submit what was reserved in this step: one job per tier and request, or more.
 
         Returns:
-            Jobs that the tier did not take. They have ended.
+            Jobs that the tier did not take, which have ended; and keys whose reservation was
+            given back, because their tier is not to be used any more or gets one job at a time.
         """
         refused = []
+        given_back: list[OffloadKey] = []
         queued, self._queued = self._queued, {}
         for promotion in queued.values():
             tier = promotion.tier
             block_ids = np.array(promotion.block_ids, dtype=np.int32)
-            for part in split_keys(len(promotion.keys), tier.limits.max_job_keys):
+            given = 0
+            for part in job_ranges(tier, len(promotion.keys)):
                 job = self._jobs.load(
                     tuple(promotion.keys[part]),
                     block_ids[part],
                     tuple(promotion.generations[part]),
-                    promotion.context,
+                    promotion.state.context,
                 )
-                tier.health.submitted()
-                if tier.submit(job):
-                    self._under_way.append((tier, job))
-                else:
+                job_id = job.metadata.job_id
+                tier.health.submitted(job_id)
+                self._under_way[job_id] = (tier, job)
+                if not tier.submit(job):
                     refused.append((tier, job))
-        return refused
+                given = part.stop
+            if given < len(promotion.keys):
+                given_back += promotion.keys[given:]
+                self._give_back(promotion, given)
+        return refused, given_back
 
     def drop_queued(self) -> None:
         """Give back what was reserved in this step. Nothing has failed: it may be asked again."""
         for promotion in self._queued.values():
-            for reservation in zip(
-                promotion.keys, promotion.block_ids, promotion.generations, strict=True
-            ):
-                self._primary.complete_write(*reservation, success=False)
-            self._share.reserved -= len(promotion.keys)
+            self._give_back(promotion, 0)
         self._queued.clear()
 
+    def _give_back(self, promotion: _Queued, start: int) -> None:
+        for key, block_id, generation in zip(
+            promotion.keys[start:],
+            promotion.block_ids[start:],
+            promotion.generations[start:],
+            strict=True,
+        ):
+            self._primary.complete_write(key, block_id, generation, success=False)
+        self._unreserve(promotion.state, len(promotion.keys) - start)
+
+    def _unreserve(self, state: RequestState | None, count: int) -> None:
+        self._share.reserved -= count
+        if state is not None:
+            state.reserved -= count
+
     def end(self, tier: GuardedTier, job: TierJob) -> list[OffloadKey]:
-        """Turn the reservations of a reported job into leases, or give their slots back.
+        """Turn the reservations of an ended job into leases, or give their slots back.
 
         Returns:
             The blocks that became readable.
         """
-        state = self._requests.find(job.metadata.req_context.req_id)
+        self._under_way.pop(job.metadata.job_id, None)
+        state = self._requests.owner(job.metadata.req_context)
         if job.is_overdue:
             self._share.quarantined -= len(job.block_ids)
         else:
-            self._share.reserved -= len(job.block_ids)
+            self._unreserve(state, len(job.block_ids))
         ready = []
         for key, block_id, generation in zip(
             job.metadata.keys, job.block_ids, job.generations, strict=True
@@ -188,7 +213,12 @@ class Promotions:
                 # It was counted and its request told when it was given up.
                 self.counts["promotions_adopted"] += is_ready
                 continue
-            self.counts["promotions" if succeeded else "promotions_failed"] += 1
+            if is_ready:
+                self.counts["promotions"] += 1
+            else:
+                # Good, but no longer wanted: the primary tier was reset meanwhile.
+                count = "promotions_discarded" if succeeded else "promotions_failed"
+                self.counts[count] += 1
             self._note_outcome(tier, state, key, succeeded=succeeded)
         if state is not None and ready and not job.is_overdue:
             state.promoted.update(dict.fromkeys(ready, tier.name))
@@ -199,8 +229,8 @@ class Promotions:
     def _note_outcome(
         self, tier: GuardedTier, state: RequestState | None, key: OffloadKey, *, succeeded: bool
     ) -> None:
-        if state is None:
-            # The request has ended; what the tier was asked still counts.
+        if state is None or tier.is_retired:
+            # The request or the tier is gone; what the tier was asked still counts.
             tier.counts["hits" if succeeded else "errors"] += 1
             return
         tier.resolve(key, state, "hits" if succeeded else "errors")
@@ -215,25 +245,24 @@ class Promotions:
         """
         gone: list[OffloadKey] = []
         while self._under_way:
-            tier, job = self._under_way[0]
-            if job.metadata.job_id in tier.jobs:
-                if job.deadline > now:
-                    break
-                gone += self._abandon(tier, job)
-            self._under_way.popleft()
+            job_id, (tier, job) = next(iter(self._under_way.items()))
+            if job.deadline > now:
+                break
+            del self._under_way[job_id]
+            self._abandon(tier, job)
+            gone += job.metadata.keys
         return gone
 
-    def _abandon(self, tier: GuardedTier, job: TierJob) -> list[OffloadKey]:
+    def _abandon(self, tier: GuardedTier, job: TierJob) -> None:
         job.is_overdue = True
         tier.counts["jobs_stalled"] += 1
-        state = self._requests.find(job.metadata.req_context.req_id)
+        state = self._requests.owner(job.metadata.req_context)
         for key, block_id, generation in zip(
             job.metadata.keys, job.block_ids, job.generations, strict=True
         ):
             self._primary.abandon_write(key, block_id, generation)
             self._note_outcome(tier, state, key, succeeded=False)
-        self._share.reserved -= len(job.block_ids)
+        self._unreserve(state, len(job.block_ids))
         self._share.quarantined += len(job.block_ids)
         self.counts["promotions_abandoned"] += len(job.block_ids)
-        tier.health.failed("a load was not reported by its deadline")
-        return list(job.metadata.keys)
+        tier.health.failed(Activity.LOAD, "a load was not reported by its deadline")

@@ -6,12 +6,13 @@ All state belongs to the thread that drives the manager.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from kv_core.contract import ReqContext
     from kv_core.keys import OffloadKey
@@ -40,6 +41,8 @@ class RequestState:
         step_hits: Hits of this step, to be leased should the request have to wait.
         leases: Blocks held for the request, with their slots (pinned).
         leased_at: When the first of them was leased.
+        lease_expired: Whether they have ended by their deadline; there are none for this wait.
+        reserved: Slots of its promotions under way.
         promoted: Blocks that were promoted on its behalf, with the tier they came from.
         failed: Promotions that failed, by key and tier; not tried again for this request.
         resolved: Keys whose lookup counts already, by tier.
@@ -57,6 +60,8 @@ class RequestState:
     step_hits: list[OffloadKey] = field(default_factory=list)
     leases: dict[OffloadKey, int] = field(default_factory=dict)
     leased_at: float = 0.0
+    lease_expired: bool = False
+    reserved: int = 0
     promoted: dict[OffloadKey, str] = field(default_factory=dict)
     failed: set[tuple[OffloadKey, int]] = field(default_factory=set)
     resolved: set[tuple[OffloadKey, int]] = field(default_factory=set)
@@ -65,11 +70,18 @@ class RequestState:
 
 @final
 class RequestTable:
-    """Live requests by id, and which of them wait."""
+    """Live requests by id, and which of them wait.
+
+    Attributes:
+        answered: Requests that were answered with a hit in this step, in that order; may hold
+            one twice.
+    """
 
     def __init__(self) -> None:
+        self.answered: list[RequestState] = []
         self._states: dict[str, RequestState] = {}
-        self._waiting: dict[str, RequestState] = {}
+        # Ages of waiting requests, sorted: thousands may wait, and each asks in every step.
+        self._waiting: list[int] = []
         self._next_sequence = 0
         self._warned_of_params = False
 
@@ -80,13 +92,18 @@ class RequestTable:
         return iter(self._states.values())
 
     @property
-    def waiting(self) -> Mapping[str, RequestState]:
+    def num_waiting(self) -> int:
         """Requests that were left without a final answer."""
-        return self._waiting
+        return len(self._waiting)
 
     def find(self, req_id: str) -> RequestState | None:
         """Return a request that is known."""
         return self._states.get(req_id)
+
+    def owner(self, context: ReqContext) -> RequestState | None:
+        """Return the very request of a job: not a later one of the same name."""
+        state = self._states.get(context.req_id)
+        return state if state is not None and state.context is context else None
 
     def state(self, context: ReqContext) -> RequestState:
         """Return a request, making it known at its first call."""
@@ -101,8 +118,20 @@ class RequestTable:
 
     def remove(self, req_id: str) -> None:
         """Forget a request."""
-        self._states.pop(req_id, None)
-        self._waiting.pop(req_id, None)
+        state = self._states.pop(req_id, None)
+        if state is not None:
+            self.stop_waiting(state)
+
+    def note_hit(self, state: RequestState, key: OffloadKey) -> None:
+        """Note a block that a request was told it can load."""
+        if not state.step_hits:
+            self.answered.append(state)
+        state.step_hits.append(key)
+
+    def take_answered(self) -> list[RequestState]:
+        """Return the requests with hits in the step that ends, oldest first."""
+        answered, self.answered = self.answered, []
+        return sorted(answered, key=_sequence)
 
     def wait(self, state: RequestState, now: float) -> None:
         """Leave a request waiting."""
@@ -110,30 +139,22 @@ class RequestTable:
             state.first_unknown_at = now
         if not state.waiting:
             state.waiting = True
-            self._waiting[state.context.req_id] = state
+            insort(self._waiting, state.sequence)
 
     def stop_waiting(self, state: RequestState) -> None:
         """End a request's wait: it loads, runs without, or is gone."""
         state.first_unknown_at = None
         state.gave_up = False
+        state.lease_expired = False
         state.unknown_since.clear()
         state.step_hits.clear()
         if state.waiting:
             state.waiting = False
-            del self._waiting[state.context.req_id]
+            del self._waiting[bisect_left(self._waiting, state.sequence)]
 
     def is_oldest_waiting(self, state: RequestState) -> bool:
         """Say whether no older request waits."""
-        return all(other.sequence >= state.sequence for other in self._waiting.values())
-
-    def oldest_first(self) -> list[RequestState]:
-        """Return waiting requests by age."""
-        return sorted(self._waiting.values(), key=_sequence)
-
-    def youngest_first(self, younger_than: RequestState) -> Iterable[RequestState]:
-        """Return waiting requests that are younger than one, the youngest first."""
-        younger = [s for s in self._waiting.values() if s.sequence > younger_than.sequence]
-        return sorted(younger, key=_sequence, reverse=True)
+        return not self._waiting or state.sequence <= self._waiting[0]
 
     def _read_params(self, state: RequestState, params: Mapping[str, Any]) -> None:
         """Read a client's wishes; what is not understood is ignored, not an error."""
