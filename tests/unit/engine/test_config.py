@@ -31,6 +31,14 @@ def test_every_group_must_be_divisible_into_hash_blocks(make_config: MakeConfig)
     assert caught.value.setting == "groups[1].tokens_per_block"
 
 
+@pytest.mark.parametrize("hosts", [2, 0])
+def test_ranks_on_several_hosts_are_refused(make_config: MakeConfig, hosts: int) -> None:
+    """The primary tier is the memory of one host; the message says what to do instead."""
+    with pytest.raises(ConfigError, match=r"one host.*run one engine on each host") as caught:
+        make_config(16, num_hosts=hosts)
+    assert caught.value.setting == "num_hosts"
+
+
 @pytest.mark.parametrize("tokens", [0, -16])
 def test_a_group_without_tokens_is_refused(make_config: MakeConfig, tokens: int) -> None:
     """Zero is divisible by everything, and still no block size."""

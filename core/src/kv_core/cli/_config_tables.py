@@ -63,7 +63,7 @@ def _tier_table(tier: CheckedTier, entry: dict[str, Any]) -> Table:
         table.add_row(escape(name), escape(_value("", value)))
     table.add_section()
     for name, value in asdict(tier.limits).items():
-        table.add_row(f"limit: {name}", "none" if value is None else f"{value:g}")
+        table.add_row(f"limit: {name}", "none" if value is None else str(value))
     return table
 
 
