@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,9 +33,17 @@ from kv_core.contract import (
     make_offload_key,
 )
 from kv_core.cpu import CPUPrimaryTierOffloadingManager
+from kv_core.errors import BlockMissingError
 from kv_core.keys import GroupGeometry, Namespace
 from kv_core.plugins import OpenTier
-from kv_core.tiering import JobReport, TieringConfig, TieringOffloadingManager
+from kv_core.tierkit import ThreadedTier, TierKitConfig
+from kv_core.tiering import (
+    PARAMS_KEY,
+    JobReport,
+    TieringConfig,
+    TieringOffloadingManager,
+    TierOptions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +52,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 32
 ROW_STRIDE = 64
+PATIENCE_S = 20.0
 
 
 class FakeClock:
@@ -78,11 +90,13 @@ class ScriptedTier(SecondaryTierManager):
         policy: Answer to ``on_new_request``.
         events: What the next ``take_events`` returns.
         stats: What ``get_stats`` returns.
+        epoch: Epoch of the namespace it was opened under.
     """
 
     @override
     def __init__(self, context: TierContext, log: list[str]) -> None:
         self.name = context.tier_name
+        self.epoch = context.namespace.epoch
         self.log = log
         self.answers: dict[OffloadKey, LookupAnswer] = {}
         self.raising: set[str] = set()
@@ -122,22 +136,26 @@ class ScriptedTier(SecondaryTierManager):
             self.answers[key] = True
             self.blocks[key] = content(key)
 
-    def finish(self, job: JobMetadata, good: Sequence[OffloadKey] | None = None) -> JobResult:
+    def finish(
+        self,
+        job: JobMetadata,
+        good: Sequence[OffloadKey] | None = None,
+        kind: JobErrorKind = JobErrorKind.FAILED,
+    ) -> JobResult:
         """Carry a job out, or only a part of it, and have it reported at the next poll."""
         done = job.keys if good is None else tuple(good)
         for key, block_id in zip(job.keys, job.block_ids.tolist(), strict=True):
             if key not in done:
                 continue
-            slot = self._primary.block(block_id)
-            if job.is_promotion:
-                slot[:] = self.blocks.get(key, content(key))
-            else:
-                self.blocks[key] = bytes(slot)
-                self.answers[key] = True
-            slot.release()
+            with self._primary.block(block_id) as slot:
+                if job.is_promotion:
+                    slot[:BLOCK_BYTES] = self.blocks.get(key, content(key))
+                else:
+                    self.blocks[key] = bytes(slot[:BLOCK_BYTES])
+                    self.answers[key] = True
         self.open_jobs.remove(job.job_id)
         success = len(done) == len(job.keys)
-        error = None if success else JobError(JobErrorKind.FAILED, "as scripted")
+        error = None if success else JobError(kind, "as scripted")
         result = JobResult(job.job_id, success, () if success else done, error)
         self.results.append(result)
         return result
@@ -233,6 +251,58 @@ class ScriptedTier(SecondaryTierManager):
         return stuck
 
 
+class GatedTier(ThreadedTier):
+    """A real tier, threads and all, over a dictionary. Its I/O waits at gates of the test.
+
+    Attributes:
+        objects: What is stored.
+        gates: Gate of ``"read"`` and ``"write"``, open at first.
+        entered: Set once I/O of that kind has begun.
+        broken: Kinds of I/O that fail.
+        loads: Keys that were read.
+    """
+
+    answers_at_once = True
+
+    @override
+    def open(self) -> None:
+        self.objects: dict[OffloadKey, bytes] = {}
+        self.gates = {kind: threading.Event() for kind in ("read", "write")}
+        self.entered = {kind: threading.Event() for kind in ("read", "write")}
+        self.broken: set[str] = set()
+        self.loads: list[OffloadKey] = []
+        for gate in self.gates.values():
+            gate.set()
+
+    def _pass(self, kind: str) -> None:
+        self.entered[kind].set()
+        if not self.gates[kind].wait(PATIENCE_S):
+            raise TimeoutError(f"the test left the {kind} gate shut")
+        if kind in self.broken:
+            raise OSError(errno.EIO, f"the {kind} fails as scripted")
+
+    @override
+    def exists(self, key: OffloadKey) -> bool:
+        return key in self.objects
+
+    @override
+    def read_block(self, key: OffloadKey, buffer: memoryview) -> None:
+        self.loads.append(key)
+        self._pass("read")
+        if key not in self.objects:
+            raise BlockMissingError("no such object")
+        buffer[:BLOCK_BYTES] = self.objects[key]
+
+    @override
+    def write_block(self, key: OffloadKey, data: memoryview) -> None:
+        self._pass("write")
+        self.objects[key] = bytes(data[:BLOCK_BYTES])
+
+    @override
+    def retire(self, key: OffloadKey) -> None:
+        self.objects.pop(key, None)
+
+
 class Engine:
     """A tiering manager, its parts, and what a scheduler does with it.
 
@@ -244,6 +314,7 @@ class Engine:
         log: Calls that reached the tiers, and ``"primary.shutdown"``.
         reports: What the observer was told.
         freed: Slots whose content became meaningless, in order.
+        reopen_error: What the opening of a tier under a new epoch raises.
     """
 
     def __init__(
@@ -251,49 +322,89 @@ class Engine:
         num_blocks: int = 8,
         num_tiers: int = 1,
         *,
-        lease_share: float = 0.5,
-        request_lookup_deadline_s: float = 30.0,
         max_job_keys: int | None = None,
         enable_events: bool = False,
+        lookup_deadline_s: float = 100.0,
+        job_deadline_s: float = 1.0,
+        options: Mapping[str, TierOptions] | None = None,
+        can_reopen: bool = True,
+        block_bytes: int = BLOCK_BYTES,
+        tier: Callable[[TierContext], SecondaryTierManager] | None = None,
+        **settings: Any,
     ) -> None:
+        """Open everything.
+
+        Args:
+            num_blocks: Slots of the primary.
+            num_tiers: Scripted tiers.
+            max_job_keys: Limit of each tier.
+            enable_events: Whether the primary records events.
+            lookup_deadline_s: Limit of each tier.
+            job_deadline_s: Limit of each tier.
+            options: Options of tiers by name.
+            can_reopen: Whether tiers can be opened under another epoch.
+            block_bytes: Payload of a slot.
+            tier: Makes a tier that is in the place of the scripted ones.
+            settings: Fields of ``TieringConfig``.
+        """
         self.clock = FakeClock()
         self.log: list[str] = []
         self.reports: list[JobReport] = []
         self.freed: list[int] = []
-        self.memory = bytearray(num_blocks * ROW_STRIDE)
-        shape = (num_blocks, ROW_STRIDE)
-        self.view = PrimaryView(memoryview(self.memory).cast("B", shape), BLOCK_BYTES)
+        self.reopen_error: Exception | None = None
+        stride = block_bytes + ROW_STRIDE - BLOCK_BYTES
+        self.memory = bytearray(num_blocks * stride)
+        shape = (num_blocks, stride)
+        self.view = PrimaryView(memoryview(self.memory).cast("B", shape), block_bytes)
         self.primary = CPUPrimaryTierOffloadingManager(
             num_blocks,
             memoryview(self.memory).cast("B", shape),
-            BLOCK_BYTES,
+            block_bytes,
             enable_events=enable_events,
             slot_freed=self._poison,
             on_shutdown=lambda: self.log.append("primary.shutdown"),
         )
-        self.tiers = [
-            ScriptedTier(self._context(f"tier{index}"), self.log) for index in range(num_tiers)
-        ]
-        limits = TierLimits(job_deadline_s=1.0, lookup_deadline_s=1.0, max_job_keys=max_job_keys)
+        self._limits = TierLimits(
+            job_deadline_s=job_deadline_s,
+            lookup_deadline_s=lookup_deadline_s,
+            max_job_keys=max_job_keys,
+        )
+        self.tiers: list[ScriptedTier] = []
+        if tier is None:
+            self.tiers = [
+                ScriptedTier(self._context(f"tier{index}"), self.log) for index in range(num_tiers)
+            ]
+            opened = [OpenTier(tier.name, _SPEC, self._limits, tier) for tier in self.tiers]
+        else:
+            opened = [OpenTier("tier0", _SPEC, self._limits, tier(self._context("tier0")))]
+        self.config = TieringConfig(**settings)
         self.manager = TieringOffloadingManager(
             self.primary,
-            [OpenTier(tier.name, _SPEC, limits, tier) for tier in self.tiers],
-            config=TieringConfig(
-                lease_share=lease_share, request_lookup_deadline_s=request_lookup_deadline_s
-            ),
+            opened,
+            options=options,
+            config=self.config,
             clock=self.clock,
             observer=self,
+            reopen=self._reopen if can_reopen else None,
         )
 
-    def _context(self, name: str) -> TierContext:
+    def _reopen(self, name: str, epoch: int) -> OpenTier:
+        self.log.append(f"{name}.open")
+        if self.reopen_error is not None:
+            raise self.reopen_error
+        index = int(name.removeprefix("tier"))
+        self.tiers[index] = ScriptedTier(self._context(name, epoch), self.log)
+        return OpenTier(name, _SPEC, self._limits, self.tiers[index])
+
+    def _context(self, name: str, epoch: int = 0) -> TierContext:
         return TierContext(
-            namespace=_NAMESPACE,
-            block_bytes=BLOCK_BYTES,
+            namespace=_NAMESPACE.with_epoch(epoch),
+            block_bytes=self.view.block_bytes,
             num_blocks=self.view.num_blocks,
             primary=self.view,
             tier_type="scripted",
             tier_name=name,
-            config=TierConfig(),
+            config=TierKitConfig(io_threads=2, job_deadline_s=_KIT_DEADLINE_S),
             clock=self.clock,
             metrics=NullMetrics(),
         )
@@ -304,19 +415,19 @@ class Engine:
 
     def _poison(self, block_id: int) -> None:
         self.freed.append(block_id)
-        self.write(block_id, b"\xee" * BLOCK_BYTES)
+        self.write(block_id, b"\xee" * self.view.block_bytes)
 
     # -- memory ---------------------------------------------------------------------------------
 
     def write(self, block_id: int, data: bytes) -> None:
         """Write a slot, as a worker does."""
         with self.view.block(block_id) as slot:
-            slot[:] = data
+            slot[: len(data)] = data
 
     def read(self, block_id: int) -> bytes:
         """Read a slot, as a worker does."""
         with self.view.block(block_id) as slot:
-            return bytes(slot)
+            return bytes(slot[:BLOCK_BYTES])
 
     # -- one call or a few of them --------------------------------------------------------------
 
@@ -375,11 +486,37 @@ class Engine:
         """End a request."""
         self.manager.on_request_finished(ReqContext(req_id))
 
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Go through steps until a condition holds; threads of a real tier need their time."""
+        end = time.monotonic() + PATIENCE_S
+        pause = threading.Event()
+        self.end_step()
+        while not condition():
+            assert time.monotonic() < end, "it never came true"
+            pause.wait(0.001)
+            self.end_step()
+
+    def begin(self, req_id: str, **wishes: Any) -> str:
+        """Begin a request, with what its client wishes; return the engine's answer."""
+        params = {PARAMS_KEY: wishes} if wishes else {}
+        return self.manager.on_new_request(ReqContext(req_id, params)).policy.value
+
+    def health(self, index: int = 0) -> str:
+        """Return the health of a tier."""
+        return self.manager.tier_health()[f"tier{index}"][0].value
+
+    def tier_stat(self, name: str, index: int = 0) -> float:
+        """Return what the manager measures of a tier."""
+        return self.stats[f"tier.tier{index}.{name}"]
+
 
 def content(key: OffloadKey) -> bytes:
     """Return the bytes of the block of this key."""
     return hashlib.sha256(b"content of " + key).digest()
 
+
+# Of a real tier, in real seconds: what a drain waits for stalled I/O.
+_KIT_DEADLINE_S = 0.2
 
 _SPEC = TierSpec(
     type="scripted",
@@ -404,6 +541,45 @@ _NAMESPACE = Namespace(
 )
 
 
+class RealEngine(Engine):
+    """An engine over one :class:`GatedTier`.
+
+    Attributes:
+        gated: The tier.
+    """
+
+    gated: GatedTier
+
+    def __init__(self, num_blocks: int = 8, **settings: Any) -> None:
+        def make(context: TierContext) -> GatedTier:
+            self.gated = GatedTier(context)
+            return self.gated
+
+        super().__init__(num_blocks, tier=make, **settings)
+
+    @override
+    def _reopen(self, name: str, epoch: int) -> OpenTier:
+        self.gated = GatedTier(self._context(name, epoch))
+        return OpenTier(name, _SPEC, self._limits, self.gated)
+
+    def has(self, *keys: OffloadKey) -> None:
+        """Put blocks into the tier, as if another process had stored them."""
+        self.gated.objects.update({key: content(key) for key in keys})
+
+    def shut(self, kind: str) -> None:
+        """Stall all I/O of a kind from now on."""
+        self.gated.gates[kind].clear()
+
+    def open_gates(self) -> None:
+        """Let all I/O go on."""
+        for gate in self.gated.gates.values():
+            gate.set()
+
+    def entered(self, kind: str) -> None:
+        """Wait until I/O of a kind has begun."""
+        assert self.gated.entered[kind].wait(PATIENCE_S)
+
+
 @pytest.fixture
 def keys() -> list[OffloadKey]:
     """Return 32 distinct keys."""
@@ -411,9 +587,30 @@ def keys() -> list[OffloadKey]:
 
 
 @pytest.fixture
+def clock() -> FakeClock:
+    """Return a clock that the test turns."""
+    return FakeClock()
+
+
+@pytest.fixture
 def start() -> Callable[..., Engine]:
     """Return the maker of engines; it takes what :class:`Engine` takes."""
     return Engine
+
+
+@pytest.fixture
+def start_real() -> Iterator[Callable[..., RealEngine]]:
+    """Return the maker of engines over a real tier; all are shut down after the test."""
+    engines: list[RealEngine] = []
+
+    def make(num_blocks: int = 8, **settings: Any) -> RealEngine:
+        engines.append(RealEngine(num_blocks, **settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.open_gates()
+        engine.manager.shutdown()
 
 
 @pytest.fixture

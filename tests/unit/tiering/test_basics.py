@@ -63,11 +63,12 @@ def test_requests_and_steps_are_announced_to_every_tier(start: Callable[..., Eng
     assert engine.tiers[1].ends == [context]
 
 
-def test_a_tier_that_wants_whole_requests_gets_blocks_once(engine: Engine) -> None:
-    """REQUEST_LEVEL is answered with BLOCK_LEVEL: the engine's answer binds the scheduler."""
-    engine.tier.policy = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
-    answer = engine.manager.on_new_request(ReqContext("a"))
-    assert answer.policy is OffloadPolicy.BLOCK_LEVEL
+def test_one_tier_that_wants_whole_requests_is_enough(start: Callable[..., Engine]) -> None:
+    """The engine's answer binds the scheduler: REQUEST_LEVEL if any tier asks for it."""
+    engine = start(num_tiers=2)
+    assert engine.begin("a") == OffloadPolicy.BLOCK_LEVEL.value
+    engine.tiers[1].policy = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
+    assert engine.begin("b") == OffloadPolicy.REQUEST_LEVEL.value
 
 
 def test_the_end_of_an_unknown_request_is_fine(engine: Engine) -> None:
@@ -137,7 +138,9 @@ def test_tiers_end_before_the_primary(start: Callable[..., Engine], keys: list[O
         "tier0.get_finished_jobs",
         "tier1.get_finished_jobs",
         "tier0.shutdown",
+        "tier0.get_finished_jobs",
         "tier1.shutdown",
+        "tier1.get_finished_jobs",
         "primary.shutdown",
     ]
     assert keys[0] in engine.tiers[1].blocks
