@@ -80,6 +80,8 @@ class ScriptedTier(SecondaryTierManager):
         log: Calls of all tiers and of the primary's end, ``"name.method"``, in order.
         answers: Lookup answers by key; other keys are absent.
         raising: Names of methods that raise.
+        raising_error: What they raise, if anything special.
+        drain_gate: What ``drain_jobs`` waits for, if anything.
         lookups: Keys that were asked for, with the request.
         jobs: Every job, by id, in order of submission.
         open_jobs: Ids of jobs that were not finished yet.
@@ -100,6 +102,8 @@ class ScriptedTier(SecondaryTierManager):
         self.log = log
         self.answers: dict[OffloadKey, LookupAnswer] = {}
         self.raising: set[str] = set()
+        self.raising_error: Exception | None = None
+        self.drain_gate: threading.Event | None = None
         self.lookups: list[tuple[OffloadKey, str]] = []
         self.jobs: dict[JobId, JobMetadata] = {}
         self.open_jobs: list[JobId] = []
@@ -115,6 +119,8 @@ class ScriptedTier(SecondaryTierManager):
 
     def _enter(self, method: str) -> None:
         self.log.append(f"{self.name}.{method}")
+        if method in self.raising and self.raising_error is not None:
+            raise self.raising_error
         if method in self.raising:
             raise RuntimeError(f"{self.name} raises in {method}")
 
@@ -202,6 +208,8 @@ class ScriptedTier(SecondaryTierManager):
     @override
     def drain_jobs(self) -> Collection[JobId]:
         self._enter("drain_jobs")
+        if self.drain_gate is not None:
+            assert self.drain_gate.wait(PATIENCE_S)
         for job_id in tuple(self.open_jobs):
             if job_id not in (self.stuck or ()):
                 self.finish(self.jobs[job_id])
