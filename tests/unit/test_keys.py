@@ -38,6 +38,7 @@ NAMESPACE = Namespace(
     rank=0,
     hash_algorithm="sha256_cbor",
     hash_seed="0",
+    epoch_run="run-1",
 )
 
 # One other valid value for every field that decides whether bytes interchange.
@@ -59,6 +60,7 @@ CHANGES: dict[str, Any] = {
     "hash_algorithm": "xxhash",
     "hash_seed": "1",
     "epoch": 1,
+    "epoch_run": "run-2",
     "format_version": FORMAT_VERSION + 1,
 }
 
@@ -153,9 +155,22 @@ def test_an_invariant_layout_keeps_everything_else(field: str) -> None:
 
 def test_a_weight_update_is_another_namespace() -> None:
     """An epoch makes everything before it unreachable (vllm#9744)."""
-    updated = NAMESPACE.with_epoch(3)
+    updated = NAMESPACE.with_epoch(3, "run-1")
     assert updated == _changed(epoch=3)
     assert updated.fingerprint != NAMESPACE.fingerprint
+
+
+def test_an_epoch_of_another_run_is_another_namespace() -> None:
+    """A restarted engine counts from the start again, over other weights."""
+    first, second = (NAMESPACE.with_epoch(1, run).fingerprint for run in ("run-1", "run-2"))
+    assert first != second
+
+
+def test_an_epoch_needs_its_run() -> None:
+    """A number alone does not say whose weights it counts."""
+    with pytest.raises(NamespaceError, match="'epoch_run' is empty, but 'epoch' is 1") as caught:
+        NAMESPACE.with_epoch(1, "")
+    assert caught.value.field == "epoch_run"
 
 
 # -- what is not known --------------------------------------------------------------------------

@@ -111,7 +111,9 @@ class Namespace:
         hash_algorithm: Algorithm of the block hashes, for example ``"sha256_cbor"``.
         hash_seed: Seed of the block hashes, or ``None`` when every process draws its own.
             A random seed is allowed here, and refused by :meth:`require_reproducible_keys`.
-        epoch: Counts weight updates within one serving process group.
+        epoch: Counts weight updates.
+        epoch_run: What counts them: the same epoch of two runs means different weights. Needed
+            from epoch 1 on.
         format_version: Version of the block bytes, :data:`FORMAT_VERSION`.
     """
 
@@ -133,6 +135,7 @@ class Namespace:
     hash_algorithm: str
     hash_seed: str | None
     epoch: int = 0
+    epoch_run: str = ""
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -175,6 +178,12 @@ class Namespace:
                     f"namespace field {field!r} must be an integer >= {least}, found {number!r}",
                     field=field,
                 )
+        if self.epoch and not self.epoch_run:
+            raise NamespaceError(
+                f"namespace field 'epoch_run' is empty, but 'epoch' is {self.epoch}: say which run "
+                "of weight updates is counted, or another run's weights could be taken for these",
+                field="epoch_run",
+            )
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -234,9 +243,14 @@ class Namespace:
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
-    def with_epoch(self, epoch: int) -> Namespace:
-        """Return the namespace after a weight update: nothing stored before is reachable."""
-        return dataclasses.replace(self, epoch=epoch)
+    def with_epoch(self, epoch: int, epoch_run: str) -> Namespace:
+        """Return the namespace after a weight update: nothing stored before is reachable.
+
+        Args:
+            epoch: Number of the update.
+            epoch_run: The run of updates that it counts in.
+        """
+        return dataclasses.replace(self, epoch=epoch, epoch_run=epoch_run)
 
     def require_reproducible_keys(self, *, needed_by: str) -> None:
         """Refuse a random hash seed.

@@ -373,7 +373,6 @@ TIERS: Final = [{"type": "acme", "name": "a"}, {"type": "acme", "name": "b"}]
             "a.lookup_deadline_s",
             "may take 1 s for a lookup",
         ),
-        ({"engine_reset": "epoch"}, "engine_reset", "counts epochs from the start again"),
         (
             {"secondary_tiers": [{**TIERS[0], "mode": "read_only", "fill_on_promotion": True}]},
             "a.fill_on_promotion",

@@ -406,7 +406,7 @@ class Engine:
 
     def _context(self, name: str, epoch: int = 0) -> TierContext:
         return TierContext(
-            namespace=_NAMESPACE.with_epoch(epoch),
+            namespace=_NAMESPACE.with_epoch(epoch, "tests"),
             block_bytes=self.view.block_bytes,
             num_blocks=self.view.num_blocks,
             primary=self.view,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kv_core.contract import Capability
-from kv_core.tiering import EngineReset, TieringConfig
+from kv_core.tiering import TieringConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -45,7 +45,6 @@ def config_advice(settings: OffloadingSettings, tiers: Sequence[CheckedTier]) ->
     """
     return (
         *unbounded_tiers(settings, tiers),
-        *_resets(settings, tiers),
         *_tier_modes(settings),
         *_same_storage(tiers),
         *_deadlines(settings),
@@ -71,20 +70,6 @@ def unbounded_tiers(settings: OffloadingSettings, tiers: Iterable[CheckedTier]) 
             f"tier {tier.name!r} has no limit of capacity and no floor of free space: it stores "
             f"until its storage is full; {remedy}",
         )
-
-
-def _resets(settings: OffloadingSettings, tiers: Sequence[CheckedTier]) -> Iterator[Advice]:
-    if settings.engine_reset is not EngineReset.EPOCH:
-        return
-    for tier in tiers:
-        if Capability.PERSISTENT in tier.spec.capabilities:
-            yield Advice(
-                "engine_reset",
-                f"'engine_reset' is 'epoch' and tier {tier.name!r} outlives the engine: a "
-                "restarted engine counts epochs from the start again and would find what an "
-                "earlier run stored under the same number, with other weights. Give each training "
-                "run storage of its own, or remove the blocks of the last run before a restart",
-            )
 
 
 def _tier_modes(settings: OffloadingSettings) -> Iterator[Advice]:

@@ -82,6 +82,14 @@ class OffloadingSettings(TieringConfig):
         ge=1,
         description="Blocks whose offers 'store_threshold' keeps count of.",
     )
+    epoch_run: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "Name of the run whose weight updates the epochs count; by default each start of an "
+            "engine is a run of its own."
+        ),
+    )
     shm_dir: Path = Field(
         default=Path("/dev/shm"),  # noqa: S108 - memory is meant to be shared here
         description="Folder on a memory file system, where the primary tier lives.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from abc import abstractmethod
 from contextlib import ExitStack
 from dataclasses import replace
@@ -239,6 +240,8 @@ class TieringOffloadingSpec(HostBackedSpec):
         self._registry = registry
         self._observer = observer
         self._clock = clock
+        # Drawn at each start: another run's epoch of the same number had other weights.
+        self._epoch_run = self.settings.epoch_run or uuid.uuid4().hex
         self._tiering: TieringOffloadingManager | None = None
 
     @property
@@ -289,10 +292,14 @@ class TieringOffloadingSpec(HostBackedSpec):
         )
         return self._tiering
 
+    def epoch_namespace(self, epoch: int) -> Namespace:
+        """Return the namespace that tiers are re-opened under by a reset to an epoch."""
+        return self.config.namespace.with_epoch(epoch, self._epoch_run)
+
     def _reopen(self, name: str, epoch: int) -> OpenTier:
         """Open a tier again, under the namespace of an epoch."""
         entry = next(entry for entry in self.settings.secondary_tiers if entry.name == name)
-        namespace = self.config.namespace.with_epoch(epoch)
+        namespace = self.epoch_namespace(epoch)
         return self._open(entry, self._registry or TierRegistry(), namespace)
 
     def _open(self, entry: TierSettings, registry: TierRegistry, namespace: Namespace) -> OpenTier:
