@@ -143,10 +143,10 @@ class TierRegistry:
 def _unknown(tier_type: str, installed: set[str]) -> UnknownTierError:
     names = sorted(installed)
     close = difflib.get_close_matches(tier_type, names, n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
+    hint = f"Did you mean {close[0]!r}? Otherwise install" if close else "Install"
     return UnknownTierError(
         f"no installed package provides the tier type {tier_type!r} (installed: "
-        f"{', '.join(names) or 'none'}). {hint}Otherwise install its package, by convention: "
+        f"{', '.join(names) or 'none'}). {hint} its package, by convention: "
         f"pip install kv-tier-{tier_type}",
         tier_type=tier_type,
         installed=names,

@@ -120,8 +120,8 @@ def open_gpu_memory(num_blocks: int, block_bytes: int) -> GpuMemory:
     except (MemoryError, OverflowError, ValueError, RuntimeError) as error:
         # numpy has the first three, by how far the size is out of bounds; torch has the last.
         raise ConfigError(
-            f"a GPU pool of {num_blocks} blocks of {block_bytes} bytes cannot be allocated: "
-            f"{error}. Give it fewer or smaller blocks (--gpu-blocks, --block-bytes)",
+            f"a GPU pool of {num_blocks} blocks of {block_bytes} bytes cannot be allocated "
+            f"({error}). Give it fewer or smaller blocks (--gpu-blocks, --block-bytes)",
             setting="gpu_blocks",
         ) from error
 
