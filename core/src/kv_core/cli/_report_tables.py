@@ -49,7 +49,8 @@ def print_reports(
             f"{title}: {report['requests_finished']} of {report['requests']} requests finished, "
             f"{report['blocks_verified']} loaded blocks verified, "
             f"{report['bytes_wrong']} bytes wrong, {report['tokens_saved']} prompt tokens saved, "
-            f"{report['wall_seconds']:.2f} s"
+            f"{report['wall_seconds']:.2f} s",
+            soft_wrap=True,
         )
     for report, title in zip(reports, titles, strict=True):
         for trouble in _troubles(report):

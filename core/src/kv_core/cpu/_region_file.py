@@ -56,8 +56,7 @@ class RegionFile:
             except OSError as error:
                 raise RegionError(
                     f"the region cannot be created at {path}: {error.strerror}. Name a writable "
-                    "folder on a memory file system with 'shm_dir' (--shm-dir), as a rule "
-                    "/dev/shm"
+                    "folder on a memory file system with 'shm_dir' (--shm-dir)"
                 ) from error
             # Between creation and lock the file looks like a leftover to anybody else.
             if _try_lock(descriptor) and _is_named(path, descriptor):
