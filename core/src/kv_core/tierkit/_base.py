@@ -170,7 +170,8 @@ class KitTier(SecondaryTierManager):
     def note_removed(self, key: OffloadKey) -> None:
         """Note that a block left the tier, by eviction for example. Thread-safe.
 
-        Remembered lookups of the key are forgotten. Call it as :meth:`note_stored` says.
+        Remembered lookups of the key are forgotten. Call it as :meth:`note_stored` says, and
+        not before the tier is open.
         """
         self._lookups.removed(key, next(self._tickets))
         if self.emits_events:
