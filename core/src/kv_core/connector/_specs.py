@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from abc import abstractmethod
 from contextlib import ExitStack
 from pathlib import Path
@@ -121,8 +122,9 @@ class HostBackedSpec(OffloadingSpec):
         if self._manager is None:
             try:
                 manager = self._create_manager()
-            except BaseException:
+            except BaseException as error:
                 if self._handlers is None:
+                    _forget_variables(error)
                     self._close_memory()
                 raise
             if self._reuse_filter is not None:
@@ -158,11 +160,11 @@ class HostBackedSpec(OffloadingSpec):
             self._handlers.cpu_to_gpu.shutdown()
             self._handlers = None
         if self._manager is not None:
-            manager, self._manager = self._manager, None
             try:
-                manager.shutdown()
+                self._manager.shutdown()
             except RegionError:
                 _LOGGER.exception("the primary tier is still in use")
+            self._manager = None
         self._close_memory()
 
     def _close_memory(self) -> None:
@@ -275,6 +277,11 @@ class TieringOffloadingSpec(HostBackedSpec):
         )
         return self._tiering
 
+    @override
+    def shutdown(self) -> None:
+        self._tiering = None
+        super().shutdown()
+
     def _open(self, settings: TierSettings, registry: TierRegistry) -> OpenTier:
         return open_tier(
             settings.type,
@@ -286,6 +293,16 @@ class TieringOffloadingSpec(HostBackedSpec):
             metrics=NullMetrics(),
             registry=registry,
         )
+
+
+def _forget_variables(error: BaseException | None) -> None:
+    """Clear the variables of the frames that an error went through.
+
+    Views of the region may be among them, and the error lives longer than the region is to.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _abandon(tier: OpenTier) -> None:
