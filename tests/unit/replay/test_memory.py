@@ -89,5 +89,5 @@ def test_a_replay_runs_over_torch_memory(
     report = engine.run()
     engine.shutdown()
     assert report.problems() == []
-    assert report.hits == {"cpu": 8}
+    assert report.hits == {"gpu": 0, "cpu": 8}
     assert report.blocks_verified == 8
