@@ -150,6 +150,14 @@ def test_a_later_request_asks_again_after_an_absence(lab: Lab) -> None:
     assert lab.ask(K0, "b") is True
 
 
+def test_an_old_absence_is_no_answer_to_a_question_in_flight(lab: Lab) -> None:
+    """While a younger request's probe is out, the older answer is not passed off as its own."""
+    lab.know(K0, answer=False, req_id="a")
+    lab.ask(K0, "b")
+    lab.lookup.end_step()
+    assert (lab.ask(K0, "a"), lab.ask(K0, "b")) == (False, None)
+
+
 def test_an_absence_from_before_a_request_does_not_bind_it(lab: Lab) -> None:
     """A request that joined a probe in flight does not take its no."""
     lab.ask(K0, "a")

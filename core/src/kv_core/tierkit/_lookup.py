@@ -68,17 +68,27 @@ class _Entry:
         present: The last answer; ``None`` when there is none.
         through: A remembered absence holds for requests up to this sequence number: a later
             request may know of a store, by another instance, that the answer does not.
+        asked_through: The youngest request when the open question was posted.
         retry_at: Until then an error stands in for an answer.
         generation: Generation of the latest question.
         probing: Whether that question is open.
         requests: Requests that hold the entry.
     """
 
-    __slots__ = ("generation", "present", "probing", "requests", "retry_at", "through")
+    __slots__ = (
+        "asked_through",
+        "generation",
+        "present",
+        "probing",
+        "requests",
+        "retry_at",
+        "through",
+    )
 
     def __init__(self) -> None:
         self.present: bool | None = None
         self.through = 0
+        self.asked_through = 0
         self.retry_at = _LONG_AGO
         self.generation = 0
         self.probing = False
@@ -293,7 +303,7 @@ class AsyncLookup:
         if self._batch:
             questions = []
             for key, entry in self._batch.items():
-                entry.through = self._sequence
+                entry.asked_through = self._sequence
                 questions.append((key, entry.generation))
             self._batch.clear()
             self._posted.append((now, questions))
@@ -327,6 +337,7 @@ class AsyncLookup:
                 self._note_error(entry, answer, self._clock())
             else:
                 entry.present = answer
+                entry.through = entry.asked_through
         while self._removals:
             key, ticket = self._removals.popleft()
             if key in self._storing:
