@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kv_core.device import OffloadingWorker
 from kv_core.device.copy import HostCopyBackend
-from kv_core.workload.replay import HostGpuMemory, ReplayEngine, ReplayReport, replay_trace
+from kv_core.workload.replay import (
+    HostGpuMemory,
+    ReplayEngine,
+    ReplayReport,
+    _engine,
+    replay_trace,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kv_core.device.copy import CopyBackend, CopyBatch, CopyStream, CopyTicket
+    from kv_core.plugins import TierRegistry
     from kv_core.workload import Trace
     from kv_core.workload.replay import ReplayConfig
 
@@ -158,6 +166,42 @@ def test_a_load_that_moves_nothing_is_seen(
     report = _run(trace, make_config(trace, max_seqs=1, block_bytes=4096), drop_loads=True)
     assert report.hits == {"gpu": 0, "cpu": 3}
     assert report.bytes_wrong > 0.98 * 3 * 4096
+
+
+class NapClock:
+    """Stands in for the replay's clock: time passes only while it naps, a tenth of a second."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.monotonic_ns = time.monotonic_ns
+
+    def perf_counter(self) -> float:
+        """Return the seconds slept so far."""
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now_s += 0.1
+
+
+def test_a_slow_tier_is_not_taken_for_a_stall(
+    letters: Callable[..., Trace],
+    make_config: Callable[..., ReplayConfig],
+    install_tier: Callable[[str], TierRegistry],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job of a tier that ends is progress, also when nothing else moves any more."""
+    clock = NapClock()
+    monkeypatch.setattr(_engine, "time", clock)
+    trace = letters("abcd", "efgh", "ijkl", "mnop")
+    config = make_config(trace, stall_deadline_s=10.0, secondary_tiers=[{"type": "test"}])
+    memory, registry = LateMemory(config), install_tier("TrickleTier")
+    engine = ReplayEngine(trace, config, registry=registry, memory=memory)
+    report = engine.run()
+    engine.shutdown()
+    assert report.problems() == []
+    assert clock.now_s > config.stall_deadline_s
+    assert report.bytes_moved["cpu_to_test"] == 16 * 4096
 
 
 def test_a_replay_leaves_nothing_behind(
