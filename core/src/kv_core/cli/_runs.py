@@ -45,8 +45,8 @@ def run_here(
 
     from kv_core.workload.replay import replay_trace
 
-    console = Console(stderr=True)
-    if not show_progress or not console.is_terminal:
+    # Not the console's own opinion: FORCE_COLOR, common in CI, would make a pipe a terminal.
+    if not show_progress or not sys.stderr.isatty():
         return replay_trace(trace, config, registry=registry)
     columns = (
         TextColumn("{task.description}"),
@@ -54,7 +54,7 @@ def run_here(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=len(trace.requests))
         return replay_trace(
             trace,
@@ -84,6 +84,8 @@ def run_in_fresh_process(arguments: Sequence[str]) -> tuple[dict[str, Any], int]
     if status < 0:
         say(f"error: the run after the restart was ended by signal {-status}")
         status = _SIGNAL_STATUS - status
+    elif status == 0:
+        say("error: the run after the restart ended without a report")
     raise typer.Exit(status or 1)
 
 
