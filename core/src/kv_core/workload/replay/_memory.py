@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, final
 
 import numpy as np
@@ -127,6 +128,9 @@ def open_gpu_memory(num_blocks: int, block_bytes: int) -> GpuMemory:
 
 
 def _allocate(num_blocks: int, block_bytes: int) -> GpuMemory:
+    # Importing torch takes seconds, so a machine without a device does not.
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        return HostGpuMemory(num_blocks, block_bytes)
     try:
         import torch
     except ImportError:
