@@ -263,6 +263,19 @@ def test_groups_shrink_each_other_until_all_agree(
     assert connector.find(request_of("r", "A B C D", prompt_tokens=70)) == 48
 
 
+def test_a_group_that_agreed_is_asked_again_when_another_shrinks_the_prefix(
+    connect: Callable[..., Connector],
+    config: Callable[..., OffloadingConfig],
+    request_of: Callable[..., Request],
+    key: Callable[..., OffloadKey],
+) -> None:
+    """vllm#50454: a window that is filled at 64 tokens is not at 48, but again at 16."""
+    connector = connect(config(window(33), FULL))
+    connector.manager.hits(key("A"), key("C"), key("D"))
+    connector.manager.hits(*(key(name, 1) for name in "ABC"))
+    assert connector.find(request_of("r", "A B C D", prompt_tokens=70)) == 16
+
+
 def test_groups_that_never_agree_load_nothing(
     connect: Callable[..., Connector],
     config: Callable[..., OffloadingConfig],

@@ -332,15 +332,30 @@ def test_a_load_of_an_aborted_request_is_flushed_when_its_block_is_handed_out_ag
     assert connector.step(allocated=[7]).flush_job_ids == {metadata.loads[0].job_id}
 
 
-def test_a_preempted_request_starts_over(
+def test_a_preempted_request_offers_nothing_of_its_old_blocks(
     connector: Connector,
     request_of: Callable[..., Request],
     key: Callable[..., OffloadKey],
 ) -> None:
-    """Its old blocks are gone; nothing of them is offered, and nothing twice afterwards."""
+    """vllm#26329: what was declined before is gone with them, until it is computed again."""
+    connector.manager.declines_all = True
+    request = request_of("r", "A")
+    connector.compute(request, 16, [1])
+    connector.manager.declines_all = False
+    assert connector.step(preempted=["r"]).stores == ()
+    connector.scheduler.request_finished(request)
+    assert connector.step().stores == ()
+    assert connector.offered == [(key("A"),)]
+
+
+def test_a_resumed_request_offers_nothing_twice(
+    connector: Connector,
+    request_of: Callable[..., Request],
+    key: Callable[..., OffloadKey],
+) -> None:
+    """Its cursor survives the preemption."""
     request = request_of("r", "A B", prompt_tokens=40)
     connector.compute(request, 16, [1])
     connector.step(preempted=["r"])
-    connector.scheduler.request_finished(request)
-    connector.step()
-    assert connector.offered == [(key("A"),)]
+    connector.compute(request, 32, [5, 6])
+    assert connector.offered == [(key("A"),), (key("B"),)]
