@@ -39,7 +39,7 @@ def test_the_scenario_is_sound_with_a_correct_tier(run: Run) -> None:
     """What follows fails for the tier's sake, not for the scenario's."""
     report = run("DictTier")
     assert report.problems() == []
-    assert report.hits == {"gpu": 0, "cpu": 0, "test": 6}
+    assert report.hits == {"gpu": 0, "cpu": 0, "test": 8}
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_wrong_bytes_are_found(run: Run, tier: str) -> None:
 
 
 def test_wrong_bytes_are_counted_exactly(run: Run) -> None:
-    """One flipped byte in each of six loaded blocks: six."""
+    """One flipped byte in each of eight loaded blocks: eight."""
     report = run("FlippedByteTier")
-    assert (report.bytes_wrong, report.blocks_verified) == (6, 6)
+    assert (report.bytes_wrong, report.blocks_verified) == (8, 8)
 
 
 def test_slots_are_poisoned_before_they_are_reused(run: Run) -> None:
     """What an earlier block left in a slot can never pass for what a tier delivers."""
-    assert run("PoisonedSlotsTier").hits["test"] == 6
+    assert run("PoisonedSlotsTier").hits["test"] == 8
 
 
 def test_memory_nobody_wrote_is_not_taken_for_a_block(run: Run) -> None:
@@ -104,7 +104,7 @@ def test_unsure_lookups_are_asked_again(run: Run) -> None:
     """A tier that does not know yet gets a later step, and the same hits."""
     report = run("UnsureTier")
     assert report.problems() == []
-    assert report.hits == {"gpu": 0, "cpu": 0, "test": 6}
+    assert report.hits == {"gpu": 0, "cpu": 0, "test": 8}
 
 
 def test_stores_that_are_never_reported_end_in_a_stall(
