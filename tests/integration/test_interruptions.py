@@ -118,6 +118,7 @@ def test_a_killed_replay_leaves_right_bytes(
     assert second["requests_finished"] == 60
     assert second["bytes_wrong"] == 0
     assert second["loads_failed"] == 0
-    assert second["hits"]["fs"] > 0
+    # A single block is of use only if it happens to be the first of a prompt.
+    assert second["hits"]["fs"] > 0 or blocks == 1
     assert unfinished(storage) == []
     assert list(shm_dir.iterdir()) == []
