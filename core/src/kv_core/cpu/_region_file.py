@@ -79,7 +79,8 @@ class RegionFile:
         """
         status = os.fstatvfs(self.descriptor)
         available_bytes = status.f_bavail * status.f_frsize
-        if available_bytes < size_bytes:
+        # A file system without a limit has no blocks to count.
+        if status.f_blocks and available_bytes < size_bytes:
             raise self._too_little(size_bytes, available_bytes)
         try:
             os.posix_fallocate(self.descriptor, 0, size_bytes)
