@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from kv_core.contract import JobErrorKind
@@ -477,6 +478,15 @@ def test_a_hit_moves_although_its_request_is_over(lab: Lab) -> None:
     lab.lookup.request_finished("a")
     lab.lookup.load_finished([K0], {0: BlockFailure(JobErrorKind.FAILED, "injected", 1)}, claim)
     assert lab.counts() == (1, 0, 1, 0)
+
+
+@pytest.mark.parametrize(("answer", "expected"), [(0, False), (1, True), (np.False_, False)])
+def test_truth_is_enough_of_an_answer(lab: Lab, answer: Any, expected: bool) -> None:
+    """A client that answers with numbers is understood; a 0 is no question left open (LOOK-2)."""
+    assert lab.ask(K0) is None
+    lab.answer(answer)
+    assert lab.ask(K0) is expected
+    assert lab.counts() == (1, int(expected), int(not expected), 0)
 
 
 # -- answers at once ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
+from pydantic import SecretStr
 from typing_extensions import override
 
 from kv_core.contract import JobErrorKind, TierConfig
@@ -273,6 +274,64 @@ def test_shutdown_with_hanging_io_ends_in_time(caplog: pytest.LogCaptureFixture)
     assert tuple(lab.driver.tier.shutdown()) == ()
     assert lab.tier.closed == 1
     lab.driver.close()
+
+
+def test_a_hanging_lookup_keeps_no_memory_beyond_shutdown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Without jobs in flight the region can be unmapped, whatever a lookup is stuck in (ZC-3)."""
+    lab = Lab(job_deadline_s=0.2)
+    release = lab.stick(KEYS[0])
+    lab.driver.tier.lookup(KEYS[0], lab.driver.request)
+    lab.driver.step()
+    assert lab.tier.entered[KEYS[0]].wait(WAIT_S)
+    lab.driver.close()
+    assert "its threads and descriptors are left behind" in caplog.text
+    release()
+    assert lab.tier._probes.stop(WAIT_S)
+    assert tuple(lab.driver.tier.shutdown()) == ()
+    assert lab.tier.closed == 1
+
+
+def test_no_text_of_the_tier_holds_a_secret(caplog: pytest.LogCaptureFixture) -> None:
+    """Errors of open, store, lookup and close are told without the credentials (CONF-2)."""
+    secret = "hunter" + "2"
+
+    class TokenConfig(TierKitConfig):
+        token: SecretStr
+
+    class RefusedTier(GateTier):
+        @override
+        def exists(self, key: OffloadKey) -> bool:
+            raise PermissionError(f"{secret} is not valid")
+
+        @override
+        def write_block(self, key: OffloadKey, data: memoryview) -> None:
+            raise PermissionError(f"{secret} is not valid")
+
+        @override
+        def close(self) -> None:
+            raise PermissionError(f"{secret} is not valid")
+
+    class LockedTier(GateTier):
+        @override
+        def open(self) -> None:
+            raise PermissionError(f"{secret} is not valid")
+
+        @override
+        def close(self) -> None:
+            pass
+
+    config = TokenConfig(token=SecretStr(secret))
+    with pytest.raises(TierOpenError, match=r"PermissionError: \*+ is not valid"):
+        TierDriver(LockedTier, config)
+    with TierDriver(RefusedTier, config) as driver:
+        result = driver.store(KEYS[:1])
+        assert result.error is not None
+        assert result.error.message.endswith("PermissionError: ********** is not valid")
+        assert driver.resolve(KEYS[:1]) == [False]
+    assert len(caplog.records) == 2
+    assert secret not in caplog.text
 
 
 def test_a_closed_tier_refuses_politely() -> None:

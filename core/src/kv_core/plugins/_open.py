@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, SecretBytes, SecretStr
-
 from kv_core.contract import (
     Capability,
     SecondaryTierManager,
@@ -23,10 +21,11 @@ from kv_core.errors import (
     TierOpenError,
 )
 from kv_core.plugins._contract_version import check_contract_version
+from kv_core.plugins._foreign import describe_foreign
 from kv_core.plugins._registry import TierRegistry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from kv_core.contract import Clock, MetricsSink, Namespace, PrimaryView, TierConfig
 
@@ -129,10 +128,10 @@ def _limits(spec: TierSpec, origin: str, config: TierConfig) -> TierLimits:
         limits: object = spec.limits(config)
     except KVCoreError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - raised on, in words without secrets
         raise _broken(
             spec, origin, f"cannot compute its limits ({_without_secrets(error, config)})"
-        ) from error
+        ) from _harmless(error, config)
     if not isinstance(limits, TierLimits):
         raise _broken(spec, origin, f"computes its limits as {limits!r}, expected a TierLimits")
     return limits
@@ -141,13 +140,14 @@ def _limits(spec: TierSpec, origin: str, config: TierConfig) -> TierLimits:
 def _construct(spec: TierSpec, origin: str, context: TierContext) -> SecondaryTierManager:
     try:
         manager: object = spec.factory(context)
-    except KVCoreError:
-        raise
     except Exception as error:
+        cause = _harmless(error, context.config)
+        if isinstance(error, KVCoreError) and cause is not None:
+            raise
         raise TierOpenError(
             f"tier {context.tier_name!r} of type {spec.type!r} cannot be opened: "
             f"{_without_secrets(error, context.config)}"
-        ) from error
+        ) from cause
     if not isinstance(manager, SecondaryTierManager):
         raise _broken(
             spec, origin, f"makes a {type(manager).__name__}, which is no SecondaryTierManager"
@@ -163,24 +163,20 @@ def _broken(spec: TierSpec, origin: str, problem: str) -> BrokenPluginError:
 
 def _without_secrets(error: Exception, config: TierConfig) -> str:
     """Describe a foreign error without the secrets that client libraries like to repeat."""
-    text = f"{type(error).__name__}: {error}"
-    for secret in _secrets(config):
-        text = text.replace(secret, "**********")
-    return text
+    return config.hide_secrets(describe_foreign(error))
 
 
-def _secrets(value: object) -> Iterator[str]:
-    """Yield the secrets in a configuration, however deep."""
-    if isinstance(value, SecretStr):
-        yield from filter(None, [value.get_secret_value()])
-    elif isinstance(value, SecretBytes):
-        yield from filter(None, [value.get_secret_value().decode(errors="replace")])
-    elif isinstance(value, BaseModel):
-        for _, item in value:
-            yield from _secrets(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _secrets(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from _secrets(item)
+def _harmless(error: Exception, config: TierConfig) -> Exception | None:
+    """Return an error that may be chained, or ``None``: a traceback would print a secret."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        link = todo.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        text = describe_foreign(link)
+        if config.hide_secrets(text) != text:
+            return None
+        todo += (link.__cause__, link.__context__)
+    return error

@@ -13,6 +13,7 @@ from kv_core.errors import (
     UnsupportedError,
 )
 from kv_core.plugins._commands import add_commands
+from kv_core.plugins._foreign import describe_foreign
 from kv_core.plugins._installed import list_installed
 from kv_core.plugins._loader import load_plugin, register_tier
 
@@ -96,7 +97,7 @@ class TierRegistry:
             origin = self._claim(tier_type).origin
             raise BrokenPluginError(
                 f"tier plugin {tier_type!r} of {origin} fails in kv_core_conformance_harness "
-                f"({type(error).__name__}: {error})",
+                f"({describe_foreign(error)})",
                 plugin=tier_type,
                 distribution=origin,
             ) from error

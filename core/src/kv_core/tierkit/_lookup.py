@@ -140,6 +140,7 @@ class AsyncLookup:
         lookup_deadline_s: A question open for longer is answered absent and counted as an error.
         error_backoff_s: How long an error is remembered.
         probe_now: Answers at once and never blocks; with it the prober is not used.
+        describe: Says in one line what went wrong.
     """
 
     def __init__(
@@ -150,12 +151,14 @@ class AsyncLookup:
         lookup_deadline_s: float,
         error_backoff_s: float,
         probe_now: Callable[[OffloadKey], bool] | None = None,
+        describe: Callable[[BaseException], str] = describe_error,
     ) -> None:
         self._prober = prober
         self._clock = clock
         self._lookup_deadline_s = lookup_deadline_s
         self._error_backoff_s = error_backoff_s
         self._probe_now = probe_now
+        self._describe = describe
         self._requests: dict[str, _Request] = {}
         self._entries: dict[OffloadKey, _Entry] = {}
         # Per key that is moving: twice the stores in flight, plus one if the key was not known
@@ -283,7 +286,7 @@ class AsyncLookup:
         if self._probe_now is None:
             raise AssertionError("only called with a probe")
         try:
-            entry.present = self._probe_now(key)
+            entry.present = bool(self._probe_now(key))
         except Exception as error:  # noqa: BLE001 - whatever the tier raises is an error, no miss
             self._note_error(entry, error, now)
             return _ERROR
@@ -318,7 +321,9 @@ class AsyncLookup:
 
     def answer(self, question: Question, answer: bool | BaseException) -> None:
         """Hand in the answer to a question, or the error that came instead. Thread-safe."""
-        self._inbox.append((question, answer))
+        # Clients answer with numbers, too, and a 0 is as definite as a False.
+        known = answer if isinstance(answer, BaseException) else bool(answer)
+        self._inbox.append((question, known))
 
     def removed(self, key: OffloadKey, ticket: int) -> None:
         """Hand in that a block left the tier. Thread-safe."""
@@ -351,7 +356,7 @@ class AsyncLookup:
         entry.present = None
         entry.retry_at = now + self._error_backoff_s
         if self._warn.due():
-            logger.warning("a lookup failed, answering absent: %s", describe_error(error))
+            logger.warning("a lookup failed, answering absent: %s", self._describe(error))
 
     def _give_up(self, key: OffloadKey, entry: _Entry, now: float) -> None:
         self._withdraw(key, entry)
