@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final, final
@@ -67,8 +68,20 @@ def replay_trace(
     engine = ReplayEngine(trace, config, registry=registry)
     try:
         return engine.run(progress)
+    except BaseException as error:
+        _let_go(error)
+        raise
     finally:
         engine.shutdown()
+
+
+def _let_go(error: BaseException) -> None:
+    """Clear the local variables of the frames that an error has left.
+
+    An interrupt comes anywhere, also where a frame holds a view of the region, which could not
+    be unmapped before the last of them is gone.
+    """
+    traceback.clear_frames(error.__traceback__)
 
 
 @final
@@ -147,7 +160,8 @@ class ReplayEngine:
                     group_data_refs=((CanonicalKVCacheRef(0, config.block_bytes),),),
                 )
             )
-        except BaseException:
+        except BaseException as error:
+            _let_go(error)
             spec.shutdown()
             raise
         tier_names = (tier.get("name", tier["type"]) for tier in config.secondary_tiers)
