@@ -241,10 +241,11 @@ def test_a_description_without_a_field_is_refused(field: str) -> None:
 # -- the hash seed ------------------------------------------------------------------------------
 
 
-def test_a_random_hash_seed_is_refused_where_keys_must_last() -> None:
+@pytest.mark.parametrize("seed", [None, "", "random"])
+def test_a_random_hash_seed_is_refused_where_keys_must_last(seed: str | None) -> None:
     """The message names what needs it and the variable to set (LMCache#1139)."""
     with pytest.raises(HashSeedError, match=r"tier 'fs' keeps .*PYTHONHASHSEED") as caught:
-        _changed(hash_seed=None).require_reproducible_keys(needed_by="tier 'fs'")
+        _changed(hash_seed=seed).require_reproducible_keys(needed_by="tier 'fs'")
     assert caught.value.field == "hash_seed"
 
 

@@ -85,7 +85,7 @@ def test_swapped_weight_files_are_another_model(model: Path) -> None:
     assert _fingerprint(model) != before
 
 
-@pytest.mark.parametrize("suffix", ["bin", "gguf", "msgpack", "pt", "pth", "SAFETENSORS"])
+@pytest.mark.parametrize("suffix", ["bin", "distcp", "gguf", "npy", "pth", "SAFETENSORS"])
 def test_every_kind_of_weight_file_counts(model: Path, suffix: str) -> None:
     """An added weight file of any known kind changes the identity."""
     before = _fingerprint(model)

@@ -261,7 +261,8 @@ class Namespace:
         Raises:
             HashSeedError: The seed is random.
         """
-        if self.hash_seed is None:
+        # The other two are what Python's own variable may say instead of nothing.
+        if self.hash_seed in {None, "", "random"}:
             raise HashSeedError(
                 f"{needed_by} keeps blocks beyond this process, but block hashes are seeded at "
                 "random in each process, so no other process would ever find them. Set the "

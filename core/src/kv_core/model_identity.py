@@ -37,10 +37,13 @@ _WEIGHT_SUFFIXES: Final = frozenset(
     {
         ".bin",
         ".ckpt",
+        ".distcp",
         ".gguf",
         ".ggml",
         ".h5",
         ".msgpack",
+        ".nemo",
+        ".npy",
         ".npz",
         ".onnx",
         ".pdparams",

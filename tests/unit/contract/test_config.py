@@ -6,7 +6,7 @@ import pickle
 import traceback
 
 import pytest
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, Secret, SecretBytes, SecretStr, ValidationError, field_validator
 
 from kv_core.contract import TierConfig, parse_tier_config
 from kv_core.errors import ConfigError
@@ -63,6 +63,27 @@ def test_values_are_never_repeated(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_tier_config("disk", _Config, settings)
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_secrets_are_masked_in_foreign_texts() -> None:
+    """A text of a client library loses every secret, nested ones, bytes and URL forms too."""
+
+    class _Account(TierConfig):
+        keys: tuple[SecretBytes, ...]
+        url_password: Secret[str]
+
+    class _Deep(TierConfig):
+        token: SecretStr
+        account: _Account
+        empty: SecretStr = SecretStr("")
+
+    config = _Deep(
+        token=SecretStr("abc"),
+        account=_Account(keys=(SecretBytes(b"abcdef"),), url_password=Secret("p/w d")),
+    )
+    text = config.hide_secrets("abcdef, abc; http://me:p%2Fw%20d@host p/w d xyz")
+    mask = "**********"
+    assert text == f"{mask}, {mask}; http://me:{mask}@host {mask} xyz"
 
 
 def test_secrets_are_in_no_repr_or_dump() -> None:

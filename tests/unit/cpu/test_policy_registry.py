@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kv_core.contract import ReqContext, ScheduleEndContext
+from kv_core.cpu import CPUOffloadingManager
 from kv_core.cpu.policies import (
     ARCCachePolicy,
     LRUCachePolicy,
     create_policy,
     installed_policies,
 )
-from kv_core.errors import BrokenPluginError, ConfigError
+from kv_core.errors import BrokenPluginError, ConfigError, EngineStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kv_core.contract import OffloadKey
@@ -26,6 +28,18 @@ from kv_core.cpu.policies import LRUCachePolicy
 
 class NotAPolicy:
     pass
+
+class Exits(LRUCachePolicy):
+    def __init__(self, num_blocks, ref_counts):
+        raise SystemExit("no licence")
+
+class EvictsAnything(LRUCachePolicy):
+    def evict(self, count, protected):
+        return [self._blocks.popitem(last=False) for _ in range(count)]
+
+class EvictsTooLittle(LRUCachePolicy):
+    def evict(self, count, protected):
+        return super().evict(count, protected)[1:]
 
 Recent = LRUCachePolicy
 """
@@ -89,6 +103,32 @@ def test_a_class_that_is_no_policy_is_refused(
     install("acme", {"odd": "acme_policies:NotAPolicy"})
     with pytest.raises(BrokenPluginError, match="not a subclass"):
         create_policy("odd", 4, [0] * 4)
+
+
+def test_a_policy_that_cannot_be_made_is_broken(
+    install: Callable[[str, dict[str, str]], None],
+) -> None:
+    """Whatever a constructor of foreign code raises, the package is named."""
+    install("acme", {"exits": "acme_policies:Exits"})
+    with pytest.raises(BrokenPluginError, match=r"acme 1\.0.*SystemExit: no licence"):
+        create_policy("exits", 4, [0] * 4)
+
+
+@pytest.mark.parametrize("policy", ["EvictsAnything", "EvictsTooLittle"])
+def test_a_policy_cannot_give_a_slot_away_that_is_in_use(
+    install: Callable[[str, dict[str, str]], None],
+    policy: str,
+    keys: list[OffloadKey],
+    store: Callable[[CPUOffloadingManager, Sequence[OffloadKey], str], list[int]],
+) -> None:
+    """Wrong victims of an installed policy are an error, never two owners of one slot."""
+    install("acme", {"odd": f"acme_policies:{policy}"})
+    manager = CPUOffloadingManager(2, "odd")
+    store(manager, keys[:2], "a")
+    manager.prepare_load(keys[1:2], ReqContext("a"))
+    manager.on_schedule_end(ScheduleEndContext())
+    with pytest.raises(EngineStateError, match="eviction policy 'odd'"):
+        manager.prepare_store(keys[2:3], ReqContext("b"))
 
 
 def test_a_contested_name_is_refused(install: Callable[[str, dict[str, str]], None]) -> None:

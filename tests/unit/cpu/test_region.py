@@ -289,6 +289,21 @@ def test_kill_after_unlink_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_kill_while_memory_is_taken_leaves_none(
+    tmp_path: Path, geometry: PrimaryGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region that keeps no name has none while its pages are allocated (vllm#51579)."""
+    named: list[Path] = []
+
+    def allocate(descriptor: int, offset: int, length: int) -> None:
+        named.extend(tmp_path.iterdir())
+        os.ftruncate(descriptor, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    _create(tmp_path, geometry).close()
+    assert named == []
+
+
 # -- space --------------------------------------------------------------------------------------
 
 
@@ -346,6 +361,15 @@ def test_space_that_goes_while_it_is_taken_is_the_same_error(
         _create(tmp_path, geometry)
     assert caught.value.needed_bytes == 4 * 8192 + TRAILER_BYTES
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_a_limit_has_space(
+    tmp_path: Path, geometry: PrimaryGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A memory file system mounted without a size reports no blocks, which is not "full"."""
+    unlimited = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "fstatvfs", lambda _descriptor: unlimited)
+    _create(tmp_path, geometry).close()
 
 
 def test_a_failed_mapping_leaves_nothing_behind(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -222,16 +223,37 @@ def test_other_errors_of_a_factory_become_open_errors() -> None:
     assert isinstance(e.value.__cause__, PermissionError)
 
 
-def test_secrets_are_kept_out_of_open_errors() -> None:
-    """A client library that repeats its credentials does not get them into our message (CONF-2)."""
+@pytest.mark.parametrize("wrapper", [None, RuntimeError, TierOpenError])
+def test_secrets_are_kept_out_of_open_errors(wrapper: type[Exception] | None) -> None:
+    """Credentials that a client library repeats are in no message and no traceback (CONF-2)."""
+    secret = "hunter" + "2"
 
     def factory(context: TierContext) -> SecondaryTierManager:
-        raise RuntimeError("cannot log in with hunter2")
+        error = RuntimeError(f"cannot log in with {secret}")
+        if wrapper is None:
+            raise error
+        raise wrapper("no access") from error
 
     with pytest.raises(TierOpenError) as caught:
-        _open(dataclasses.replace(_SPEC, factory=factory), token="hunter2")
-    assert "hunter2" not in str(caught.value)
-    assert "cannot log in with **********" in str(caught.value)
+        _open(dataclasses.replace(_SPEC, factory=factory), token=secret)
+    assert secret not in "".join(traceback.format_exception(caught.value))
+    expected = "cannot log in with **********" if wrapper is None else "no access"
+    assert expected in str(caught.value)
+
+
+def test_an_error_without_a_text_is_still_an_open_error() -> None:
+    """An exception whose text cannot be made does not break the message about it."""
+
+    class MuteError(Exception):
+        @override
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def factory(context: TierContext) -> SecondaryTierManager:
+        raise MuteError
+
+    with pytest.raises(TierOpenError, match=r"MuteError: \(an error without a readable text\)"):
+        _open(dataclasses.replace(_SPEC, factory=factory))
 
 
 def test_a_factory_that_makes_no_tier_is_broken() -> None:

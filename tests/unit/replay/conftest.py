@@ -25,7 +25,7 @@ from kv_core.contract import (
     TierSpec,
 )
 from kv_core.plugins import ENTRY_POINT_GROUP, TierRegistry
-from kv_core.workload import SyntheticShape, Trace, TraceRequest, synthetic_trace
+from kv_core.workload import POISON_BYTE, SyntheticShape, Trace, TraceRequest, synthetic_trace
 from kv_core.workload.replay import ReplayConfig
 
 if TYPE_CHECKING:
@@ -218,6 +218,18 @@ class OtherBlockTier(DictTier):
         super().load_block(other, block_id)
 
 
+class PoisonedSlotsTier(DictTier):
+    """Fails a load into a slot that still holds anything of what was there before."""
+
+    @override
+    def submit_load(self, job: JobMetadata) -> None:
+        poison = bytes([POISON_BYTE]) * self.context.block_bytes
+        if all(block == poison for block in self.context.primary.blocks(job.block_ids.tolist())):
+            super().submit_load(job)
+        else:
+            self.results.append(JobResult(job.job_id, success=False))
+
+
 class FailingLoadsTier(DictTier):
     """Fails every load, after it has spoilt the slots."""
 
@@ -255,6 +267,20 @@ class SilentStoresTier(DictTier):
     @override
     def shutdown(self) -> Collection[JobId]:
         return self.stuck
+
+
+class TrickleTier(DictTier):
+    """Reports one job at every fiftieth poll."""
+
+    polls = 0
+
+    @override
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self.polls += 1
+        if self.polls % 50:
+            return []
+        first, self.results = self.results[:1], self.results[1:]
+        return first
 
 
 class SilentLoadsTier(DictTier):
@@ -305,9 +331,11 @@ TIERS: Final = {
         NextSlotTier,
         NoBytesTier,
         OtherBlockTier,
+        PoisonedSlotsTier,
         RaisingTier,
         SilentLoadsTier,
         SilentStoresTier,
+        TrickleTier,
         UnsureTier,
     )
 }

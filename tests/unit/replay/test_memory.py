@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -85,9 +85,9 @@ def test_a_replay_runs_over_torch_memory(
     trace = letters("abcde", "vwxyz", "abcde", "vwxyz", last_tokens=1)
     config = make_config(trace, max_seqs=1, block_bytes=BLOCK_BYTES, block_size_factor=2)
     memory = TorchGpuMemory(config.gpu_blocks, config.block_bytes, "cpu")
-    engine = ReplayEngine(trace, config, memory=cast("GpuMemory", memory))
+    engine = ReplayEngine(trace, config, memory=memory)
     report = engine.run()
     engine.shutdown()
     assert report.problems() == []
-    assert report.hits == {"cpu": 8}
+    assert report.hits == {"gpu": 0, "cpu": 8}
     assert report.blocks_verified == 8

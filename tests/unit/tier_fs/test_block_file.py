@@ -204,6 +204,39 @@ def test_direct_io_refused_at_open_falls_back(
     assert caplog.text.count("direct I/O does not work") == 2
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_says_nothing_about_direct_io(
+    path: str, caplog: pytest.LogCaptureFixture, make: Callable[[str], None]
+) -> None:
+    """A folder or pipe under a block's name does not cost all blocks their direct reads."""
+    make(path)
+    tested = files(direct_io=True)
+    with tested.open(path) as file:
+        assert not file.is_regular
+    assert tested.direct_read
+    assert caplog.text == ""
+
+
+def test_a_file_that_cannot_be_examined_is_closed(
+    path: str, slot: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stale handle of a network file system costs no descriptor."""
+    files().create(path, KEY, slot)
+    opened = os.open("/dev/null", os.O_RDONLY)
+    os.close(opened)
+
+    def fail(descriptor: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            files().open(path)
+    again = os.open("/dev/null", os.O_RDONLY)
+    os.close(again)
+    assert again == opened
+
+
 def test_a_file_is_not_overwritten(path: str, slot: memoryview) -> None:
     """Temporary names are used once: an existing file is an error."""
     files().create(path, KEY, slot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from typing import TYPE_CHECKING
 
 import pytest
@@ -270,6 +271,40 @@ def test_a_fresh_file_of_another_process_is_put_back(
     tier.retire(keys[0])  # type: ignore[attr-defined]
     assert path_of(keys[0]).read_bytes() == good
     assert driver.load(keys[:1]).success
+
+
+def test_a_bad_file_is_retired_although_the_place_to_move_it_is_gone(
+    drive: Drive, keys: list[OffloadKey], tmp_path: Path, path_of: PathOf
+) -> None:
+    """A clean-up job that removes empty folders does not bring a bad block back (LOOK-4)."""
+    driver = drive()
+    driver.store(keys[:1])
+    _flip(0)(path_of(keys[0]))
+    (folder,) = (path for path in (tmp_path / "root").glob("*/writers/*") if path.is_dir())
+    folder.rmdir()
+    assert not driver.load(keys[:1]).success
+    assert driver.resolve(keys[:1], ReqContext("later")) == [False]
+    assert not path_of(keys[0]).exists()
+    assert driver.store(keys[:1]).success
+    assert driver.load(keys[:1]).success
+
+
+def test_a_folder_of_the_right_size_is_no_block(
+    drive: Drive, keys: list[OffloadKey], path_of: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a file is found, whatever length something else reports."""
+    driver = drive()
+    path_of(keys[0]).mkdir(parents=True)
+    real = os.lstat
+
+    def lstat(path: str) -> os.stat_result:
+        status = list(real(path))
+        status[stat.ST_SIZE] = 8192
+        return os.stat_result(status)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", lstat)
+        assert driver.resolve(keys[:1]) == [False]
 
 
 def test_retiring_what_was_missing_removes_nothing(

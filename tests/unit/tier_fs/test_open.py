@@ -38,6 +38,7 @@ def config_path(root: Path) -> Path:
         ({}, "'root_dir' is required but missing"),
         ({"root_dir": "/x", "rootdir": "/y"}, "'rootdir' is not a setting"),
         ({"root_dir": 7}, "'root_dir'"),
+        ({"root_dir": ""}, "'root_dir'.* must not be empty"),
         ({"root_dir": "/x", "io_threads": 1}, "'io_threads'"),
         ({"root_dir": "/x", "direct_io": "perhaps"}, "'direct_io'"),
     ],
@@ -173,6 +174,39 @@ def test_a_failed_open_leaves_no_writer(drive: Drive, tmp_path: Path) -> None:
         drive()
     (writers,) = (tmp_path / "root").glob("*/writers")
     assert list(writers.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", ["", "_r0"])
+def test_no_link_leads_out_of_the_root(drive: Drive, tmp_path: Path, suffix: str) -> None:
+    """Whoever can make a link in the root cannot have blocks written elsewhere."""
+    drive().close()
+    namespace_dir = config_path(tmp_path / "root").parent
+    folder = namespace_dir.with_name(namespace_dir.name + suffix)
+    elsewhere = folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(elsewhere)
+    with pytest.raises(TierOpenError, match="is a symbolic link"):
+        drive()
+
+
+def test_a_link_to_the_root_is_fine(drive: Drive, tmp_path: Path, keys: list[OffloadKey]) -> None:
+    """Where the cache lies is the operator's choice."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    assert drive(tmp_path / "link").store(keys).success
+
+
+@pytest.mark.parametrize("name", ["..lock", "...lock", ".lock", "1-0123456789abcdef.old.lock"])
+def test_only_writers_are_reclaimed(
+    drive: Drive, tmp_path: Path, keys: list[OffloadKey], name: str
+) -> None:
+    """A file that looks like a dead writer's lock, but is none, costs nobody's files (PERS-3)."""
+    living = drive()
+    (writers,) = (tmp_path / "root").glob("*/writers")
+    before = sorted(writers.parent.rglob("*"))
+    (writers / name).touch()
+    drive().close()
+    assert sorted(writers.parent.rglob("*")) == sorted([*before, writers / name])
+    assert living.store(keys).success
 
 
 def test_direct_io_is_tried_with_the_real_block(

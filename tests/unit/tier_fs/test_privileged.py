@@ -52,7 +52,11 @@ def small_dir(tmp_path: Path) -> Iterator[Path]:
 
 def as_nobody(program: str) -> str:
     """Run a program as another user and return what it says."""
-    prelude = """
+    # Imports come first: the other user may have no access to the interpreter's folders.
+    prelude = f"""
+import os
+from pathlib import Path
+import kv_tier_fs._tier
 from kv_core.contract import parse_tier_config
 from kv_core.errors import TierOpenError
 from kv_core.tierkit.testing import TierDriver, example_key
@@ -60,19 +64,14 @@ from kv_tier_fs import kv_core_register_tier
 keys = [example_key(number) for number in range(4)]
 def drive(root_dir):
     spec = kv_core_register_tier()
-    config = parse_tier_config("fs", spec.config_model, {"root_dir": root_dir})
+    config = parse_tier_config("fs", spec.config_model, {{"root_dir": root_dir}})
     return TierDriver(spec.factory, config, block_bytes=4096, tier_name="fs")
+os.setgroups([])
+os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
+os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
 """
     done = subprocess.run(
-        [
-            "setpriv",
-            f"--reuid={NOBODY}",
-            f"--regid={NOBODY}",
-            "--clear-groups",
-            sys.executable,
-            "-c",
-            prelude + program,
-        ],
+        [sys.executable, "-c", prelude + program],
         capture_output=True,
         text=True,
         check=False,
@@ -103,8 +102,6 @@ def test_unreadable_blocks_are_errors_not_misses(drive: Drive, public_dir: Path)
     public_dir.chmod(0o777)
     said = as_nobody(
         f"""
-import os
-from pathlib import Path
 with drive({str(public_dir)!r}) as driver:
     driver.store(keys[:2])
     (blocks,) = Path({str(public_dir)!r}).glob("*_r0")

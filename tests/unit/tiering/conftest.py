@@ -323,6 +323,7 @@ class Engine:
         reports: What the observer was told.
         freed: Slots whose content became meaningless, in order.
         reopen_error: What the opening of a tier under a new epoch raises.
+        reopened_policy: Answer to ``on_new_request`` of a tier opened so.
     """
 
     def __init__(
@@ -360,6 +361,7 @@ class Engine:
         self.reports: list[JobReport] = []
         self.freed: list[int] = []
         self.reopen_error: Exception | None = None
+        self.reopened_policy = RequestOffloadingContext()
         stride = block_bytes + ROW_STRIDE - BLOCK_BYTES
         self.memory = bytearray(num_blocks * stride)
         shape = (num_blocks, stride)
@@ -402,6 +404,7 @@ class Engine:
             raise self.reopen_error
         index = int(name.removeprefix("tier"))
         self.tiers[index] = ScriptedTier(self._context(name, epoch), self.log)
+        self.tiers[index].policy = self.reopened_policy
         return OpenTier(name, _SPEC, self._limits, self.tiers[index])
 
     def _context(self, name: str, epoch: int = 0) -> TierContext:

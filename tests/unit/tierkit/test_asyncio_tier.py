@@ -310,6 +310,29 @@ def test_shutdown_with_hanging_io_ends_in_time() -> None:
     lab.driver.close()
 
 
+def test_shutdown_after_a_blocked_loop_is_idempotent(caplog: pytest.LogCaptureFixture) -> None:
+    """A lookup that blocks the loop keeps no memory mapped; later calls finish the job (LIFE-1)."""
+    blocked, release = threading.Event(), threading.Event()
+
+    class BlockingTier(CoroutineTier):
+        @override
+        async def exists(self, key: OffloadKey) -> bool:
+            blocked.set()
+            return release.wait(WAIT_S)
+
+    lab = Lab(BlockingTier, job_deadline_s=0.2)
+    lab.driver.tier.lookup(KEYS[0], lab.driver.request)
+    lab.driver.step()
+    assert blocked.wait(WAIT_S)
+    assert tuple(lab.driver.tier.shutdown()) == ()
+    lab.driver.close()
+    release.set()
+    lab.tier._thread._thread.join(WAIT_S)
+    caplog.clear()
+    assert tuple(lab.driver.tier.shutdown()) == ()
+    assert caplog.records == []
+
+
 def test_a_failed_open_leaves_nothing() -> None:
     """An exception of open() becomes a TierOpenError; loop and thread are gone (LIFE-4)."""
     before = threading.active_count()
@@ -329,7 +352,7 @@ def test_a_failed_open_leaves_nothing() -> None:
 
 
 def test_an_open_that_hangs_ends_at_its_deadline() -> None:
-    """The constructor raises within open_deadline_s."""
+    """The constructor raises within open_deadline_s, the closing included."""
     before = threading.active_count()
 
     class SlowTier(CoroutineTier):
@@ -343,7 +366,7 @@ def test_an_open_that_hangs_ends_at_its_deadline() -> None:
         async def close(self) -> None:
             pass
 
-    with pytest.raises(TierOpenError, match=r"TimeoutError: no end after 0.05 s"):
+    with pytest.raises(TierOpenError, match=r"TimeoutError: no end after 0.045 s"):
         TierDriver(SlowTier, TierKitConfig())
     assert threading.active_count() == before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 import pytest
+from typing_extensions import override
 
 from kv_core.contract import JobErrorKind, parse_tier_config
 from kv_core.errors import BlockDamagedError, ConfigError
@@ -60,6 +61,24 @@ def test_a_description_is_one_short_line() -> None:
     assert text.endswith("...")
     assert len(text) < 320
     assert describe_error(KeyError()) == "KeyError"
+
+
+def test_an_error_without_a_text_is_described_all_the_same() -> None:
+    """The engine's thread describes errors: a text that cannot be made must not stop it."""
+
+    class MuteError(Exception):
+        @override
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    assert describe_error(MuteError()) == "MuteError: (an error without a readable text)"
+
+
+def test_a_description_hides_secrets() -> None:
+    """What must not be repeated is masked before the text is shortened (CONF-2)."""
+    error = ValueError("x" * 290 + " hunter2")
+    text = describe_error(error, lambda text: text.replace("hunter2", "***"))
+    assert text.endswith("x ***")
 
 
 def test_frames_are_dropped_along_the_chain() -> None:

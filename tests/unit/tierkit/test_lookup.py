@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from kv_core.contract import JobErrorKind
@@ -148,6 +149,14 @@ def test_a_later_request_asks_again_after_an_absence(lab: Lab) -> None:
     assert lab.ask(K0, "b") is None
     lab.answer(True)
     assert lab.ask(K0, "b") is True
+
+
+def test_an_old_absence_is_no_answer_to_a_question_in_flight(lab: Lab) -> None:
+    """While a younger request's probe is out, the older answer is not passed off as its own."""
+    lab.know(K0, answer=False, req_id="a")
+    lab.ask(K0, "b")
+    lab.lookup.end_step()
+    assert (lab.ask(K0, "a"), lab.ask(K0, "b")) == (False, None)
 
 
 def test_an_absence_from_before_a_request_does_not_bind_it(lab: Lab) -> None:
@@ -469,6 +478,15 @@ def test_a_hit_moves_although_its_request_is_over(lab: Lab) -> None:
     lab.lookup.request_finished("a")
     lab.lookup.load_finished([K0], {0: BlockFailure(JobErrorKind.FAILED, "injected", 1)}, claim)
     assert lab.counts() == (1, 0, 1, 0)
+
+
+@pytest.mark.parametrize(("answer", "expected"), [(0, False), (1, True), (np.False_, False)])
+def test_truth_is_enough_of_an_answer(lab: Lab, answer: Any, expected: bool) -> None:
+    """A client that answers with numbers is understood; a 0 is no question left open (LOOK-2)."""
+    assert lab.ask(K0) is None
+    lab.answer(answer)
+    assert lab.ask(K0) is expected
+    assert lab.counts() == (1, int(expected), int(not expected), 0)
 
 
 # -- answers at once ------------------------------------------------------------------------------

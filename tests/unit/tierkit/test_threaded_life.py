@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
+from pydantic import SecretStr
 from typing_extensions import override
 
 from kv_core.contract import JobErrorKind, TierConfig
@@ -61,13 +62,15 @@ class GateTier(ThreadedTier):
 
 
 class Lab:
-    """A driver, its tier with two threads, and a clock."""
+    """A driver, its tier with few threads, and a clock."""
 
-    def __init__(self, job_deadline_s: float = 30.0) -> None:
+    def __init__(self, job_deadline_s: float = 30.0, io_threads: int = 2) -> None:
         self.clock = ManualClock()
         self.driver = TierDriver(
             GateTier,
-            TierKitConfig(io_threads=2, job_deadline_s=job_deadline_s, lookup_deadline_s=5.0),
+            TierKitConfig(
+                io_threads=io_threads, job_deadline_s=job_deadline_s, lookup_deadline_s=5.0
+            ),
             clock=self.clock,
         )
         assert isinstance(self.driver.tier, GateTier)
@@ -147,17 +150,17 @@ def test_no_block_is_begun_after_the_deadline() -> None:
 
 def test_a_store_that_waits_for_its_key_fails_in_time() -> None:
     """A store behind a hanging store of the same key gives up (JOB-5)."""
-    lab = Lab(job_deadline_s=0.2)
+    lab = Lab(job_deadline_s=0.2, io_threads=3)
     with lab.driver as driver:
         release = lab.stick(KEYS[0])
         first = driver.submit([KEYS[0]], [0], load=False)
         assert lab.tier.entered[KEYS[0]].wait(WAIT_S)
-        second = driver.submit([KEYS[0]], [1], load=False)
-        third = driver.submit([KEYS[1]], [2], load=True)
-        assert not driver.wait(third).success
+        second = driver.wait(driver.submit([KEYS[0]], [1], load=False))
+        assert second.error is not None
+        assert second.error.kind is JobErrorKind.STALLED
+        assert "another store of the block" in second.error.message
         release()
         assert driver.wait(first).success
-        driver.wait(second)
 
 
 def test_lookups_go_on_while_all_transfers_hang() -> None:
@@ -271,6 +274,64 @@ def test_shutdown_with_hanging_io_ends_in_time(caplog: pytest.LogCaptureFixture)
     assert tuple(lab.driver.tier.shutdown()) == ()
     assert lab.tier.closed == 1
     lab.driver.close()
+
+
+def test_a_hanging_lookup_keeps_no_memory_beyond_shutdown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Without jobs in flight the region can be unmapped, whatever a lookup is stuck in (ZC-3)."""
+    lab = Lab(job_deadline_s=0.2)
+    release = lab.stick(KEYS[0])
+    lab.driver.tier.lookup(KEYS[0], lab.driver.request)
+    lab.driver.step()
+    assert lab.tier.entered[KEYS[0]].wait(WAIT_S)
+    lab.driver.close()
+    assert "its threads and descriptors are left behind" in caplog.text
+    release()
+    assert lab.tier._probes.stop(WAIT_S)
+    assert tuple(lab.driver.tier.shutdown()) == ()
+    assert lab.tier.closed == 1
+
+
+def test_no_text_of_the_tier_holds_a_secret(caplog: pytest.LogCaptureFixture) -> None:
+    """Errors of open, store, lookup and close are told without the credentials (CONF-2)."""
+    secret = "hunter" + "2"
+
+    class TokenConfig(TierKitConfig):
+        token: SecretStr
+
+    class RefusedTier(GateTier):
+        @override
+        def exists(self, key: OffloadKey) -> bool:
+            raise PermissionError(f"{secret} is not valid")
+
+        @override
+        def write_block(self, key: OffloadKey, data: memoryview) -> None:
+            raise PermissionError(f"{secret} is not valid")
+
+        @override
+        def close(self) -> None:
+            raise PermissionError(f"{secret} is not valid")
+
+    class LockedTier(GateTier):
+        @override
+        def open(self) -> None:
+            raise PermissionError(f"{secret} is not valid")
+
+        @override
+        def close(self) -> None:
+            pass
+
+    config = TokenConfig(token=SecretStr(secret))
+    with pytest.raises(TierOpenError, match=r"PermissionError: \*+ is not valid"):
+        TierDriver(LockedTier, config)
+    with TierDriver(RefusedTier, config) as driver:
+        result = driver.store(KEYS[:1])
+        assert result.error is not None
+        assert result.error.message.endswith("PermissionError: ********** is not valid")
+        assert driver.resolve(KEYS[:1]) == [False]
+    assert len(caplog.records) == 2
+    assert secret not in caplog.text
 
 
 def test_a_closed_tier_refuses_politely() -> None:

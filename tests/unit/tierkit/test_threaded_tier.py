@@ -343,6 +343,26 @@ def test_errors_of_lookups_are_counted(driver: TierDriver, tier: DictTier) -> No
     assert driver.tier.get_stats()["lookup_errors"] == 2
 
 
+def test_an_error_without_a_text_fails_its_block_only(driver: TierDriver, tier: DictTier) -> None:
+    """Whatever a client raises costs neither other blocks nor the engine's thread (JOB-7)."""
+
+    class MuteError(Exception):
+        @override
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    tier.write_errors = {KEYS[1]: MuteError()}
+    result = driver.store(KEYS)
+    assert result.successful_keys == (KEYS[0], *KEYS[2:])
+
+    def fail(key: OffloadKey) -> bool:
+        raise MuteError
+
+    tier.exists = fail  # type: ignore[method-assign]
+    assert driver.resolve([example_key(100)]) == [False]
+    assert driver.tier.get_stats()["lookup_errors"] == 1
+
+
 def test_a_whole_batch_of_lookups_can_fail(driver: TierDriver, tier: DictTier) -> None:
     """An error of exists_many is an error of each of its keys."""
 

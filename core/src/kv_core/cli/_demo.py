@@ -37,7 +37,9 @@ def demo(
     ] = None,
 ) -> None:
     """Run a small workload over GPU, CPU and disk, restart, run it again, verify every byte."""
-    output.mkdir(parents=True, exist_ok=True)
+    from kv_core.cli._runs import check_folder
+
+    check_folder(output, setting="--output")
     if keep is not None:
         _demo(context.obj, output, keep)
         return
@@ -87,10 +89,11 @@ def _demo(registry: TierRegistry, output: Path, storage: Path) -> None:
     )
     runs, titles = [first.to_json(), second], ["first run", "after restart"]
     print_reports(console, runs, titles)
+    output.mkdir(parents=True, exist_ok=True)
     chart, report = output / "demo.svg", output / "demo.json"
     write_chart(chart, runs, titles)
     write_json(report, {"runs": runs})
-    console.print(f"\nChart: {chart}\nReport: {report}")
+    console.print(f"\nChart: {chart}\nReport: {report}", markup=False, soft_wrap=True)
     problems = first.problems()
     if status:
         problems.append(f"the run after the restart ended with status {status}")

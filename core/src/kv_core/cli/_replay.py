@@ -122,13 +122,16 @@ def _read(trace: str, limit: int | None, seed: int) -> Trace:
 
 def _same_arguments(context: typer.Context) -> list[str]:
     """Rebuild the command line, less what the run of the parent process takes care of."""
-    arguments = []
+    options: list[str] = []
+    positional: list[str] = []
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         if parameter.name in _OUTPUT_PARAMETERS or value is None:
             continue
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if parameter.param_type_name == "option":
-                arguments.append(parameter.opts[0])
-            arguments.append(str(item))
-    return arguments
+                # One word: a value may begin with a dash.
+                options.append(f"{parameter.opts[0]}={item}")
+            else:
+                positional.append(str(item))
+    return [*options, "--", *positional]

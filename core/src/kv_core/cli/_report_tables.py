@@ -17,11 +17,21 @@ __all__ = ["level_shares", "print_reports"]
 
 _PIPE_WIDTH: Final = 120
 
+# Of the statistics of a tier, those that an operator should look into when they are not zero.
+_TROUBLES: Final = (
+    "store_failures",
+    "load_failures",
+    "lookup_errors",
+    "stalled_jobs",
+    "contained_exceptions",
+    "ignored_results",
+)
+
 
 def print_reports(
     console: Console, reports: Sequence[Mapping[str, Any]], titles: Sequence[str]
 ) -> None:
-    """Print one column per run: blocks by level, hops, and where time went.
+    """Print one column per run: blocks by level, hops, and where time went; then what failed.
 
     Args:
         console: Where to.
@@ -39,8 +49,12 @@ def print_reports(
             f"{title}: {report['requests_finished']} of {report['requests']} requests finished, "
             f"{report['blocks_verified']} loaded blocks verified, "
             f"{report['bytes_wrong']} bytes wrong, {report['tokens_saved']} prompt tokens saved, "
-            f"{report['wall_seconds']:.2f} s"
+            f"{report['wall_seconds']:.2f} s",
+            soft_wrap=True,
         )
+    for report, title in zip(reports, titles, strict=True):
+        for trouble in _troubles(report):
+            console.print(f"{title}: {trouble}", style="yellow", markup=False, soft_wrap=True)
 
 
 def level_shares(report: Mapping[str, Any]) -> dict[str, float]:
@@ -49,10 +63,29 @@ def level_shares(report: Mapping[str, Any]) -> dict[str, float]:
     if not total:
         return {}
     hits = report["hits"]
-    tiers = sorted(name for name in hits if name not in {"gpu", "cpu"})
-    shares = {name: hits.get(name, 0) / total for name in ("gpu", "cpu", *tiers)}
+    shares = {name: hits.get(name, 0) / total for name in ("gpu", "cpu", *_tiers(report))}
     shares["computed"] = report["misses"] / total
     return shares
+
+
+def _tiers(report: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tiers, in lookup order."""
+    return [name for name in report["hits"] if name not in {"gpu", "cpu"}]
+
+
+def _troubles(report: Mapping[str, Any]) -> list[str]:
+    """Say what failed without making the run fail: the price was paid in computed blocks."""
+    troubles = []
+    for tier in _tiers(report):
+        counts = {name: int(report["stats"].get(f"tier.{tier}.{name}", 0)) for name in _TROUBLES}
+        failed = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+        if failed:
+            troubles.append(f"tier {tier!r} had {', '.join(failed)}")
+    if report["loads_failed"]:
+        troubles.append(f"{report['loads_failed']} load(s) to the GPU failed")
+    if report["stores_declined"]:
+        troubles.append(f"{report['stores_declined']} store(s) found no room in CPU memory")
+    return troubles
 
 
 def _levels_table(reports: Sequence[Mapping[str, Any]], titles: Sequence[str]) -> Table:
@@ -106,6 +139,7 @@ def _time_table(reports: Sequence[Mapping[str, Any]], titles: Sequence[str]) -> 
     for title in titles:
         table.add_column(f"{title}, s", justify="right")
     names = list(dict.fromkeys(name for report in reports for name in report["time_seconds"]))
+    names.sort(key=lambda name: name == "other")
     for name in names:
         table.add_row(name, *(f"{report['time_seconds'].get(name, 0.0):.3f}" for report in reports))
     return table

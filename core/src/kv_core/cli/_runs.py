@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from kv_core.cli._frame import report as say
 from kv_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +22,18 @@ if TYPE_CHECKING:
     from kv_core.workload import Trace
     from kv_core.workload.replay import ReplayConfig, ReplayReport
 
-__all__ = ["check_writable", "run_here", "run_in_fresh_process", "write_json"]
+__all__ = [
+    "check_folder",
+    "check_writable",
+    "run_here",
+    "run_in_fresh_process",
+    "write_json",
+]
+
+_STATUSES_WITH_REPORT: Final = frozenset({0, 1})
+_SIGNAL_STATUS: Final = 128
+_OWN_CLEANUP_S: Final = 2.0
+_TOLD_CLEANUP_S: Final = 20.0
 
 
 def run_here(
@@ -32,8 +45,8 @@ def run_here(
 
     from kv_core.workload.replay import replay_trace
 
-    console = Console(stderr=True)
-    if not show_progress or not console.is_terminal:
+    # Not the console's own opinion: FORCE_COLOR, common in CI, would make a pipe a terminal.
+    if not show_progress or not sys.stderr.isatty():
         return replay_trace(trace, config, registry=registry)
     columns = (
         TextColumn("{task.description}"),
@@ -41,7 +54,7 @@ def run_here(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=len(trace.requests))
         return replay_trace(
             trace,
@@ -58,16 +71,60 @@ def run_in_fresh_process(arguments: Sequence[str]) -> tuple[dict[str, Any], int]
         The report of the run and its exit status.
 
     Raises:
-        typer.Exit: The run could not report; it has said why, and its status is passed on.
+        typer.Exit: The run could not report; the reason was said, and its status is passed on.
     """
     with tempfile.TemporaryDirectory(prefix="kv-core-") as folder:
         report_file = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "kv_core", "replay", *arguments]
-        command += ["--quiet", "--json", str(report_file)]
-        status = subprocess.run(command, check=False).returncode  # noqa: S603 - our own command
-        if not report_file.exists():
-            raise typer.Exit(status or 1)
-        return json.loads(report_file.read_text()), status
+        command = [sys.executable, "-m", "kv_core", "replay", "--quiet"]
+        command += ["--json", str(report_file), *arguments]
+        with subprocess.Popen(command) as process:  # noqa: S603 - our own command
+            status = _wait(process)
+        if status in _STATUSES_WITH_REPORT and report_file.exists():
+            return json.loads(report_file.read_text()), status
+    if status < 0:
+        say(f"error: the run after the restart was ended by signal {-status}")
+        status = _SIGNAL_STATUS - status
+    elif status == 0:
+        say("error: the run after the restart ended without a report")
+    raise typer.Exit(status or 1)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process; after an interrupt, see that it has cleaned up before we leave."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        # A terminal interrupts both processes. An interrupt of this one alone is passed on.
+        for patience_s, stop in (
+            (_OWN_CLEANUP_S, signal.SIGINT),
+            (_TOLD_CLEANUP_S, signal.SIGKILL),
+        ):
+            try:
+                process.wait(patience_s)
+                break
+            except subprocess.TimeoutExpired:
+                process.send_signal(stop)
+        raise
+
+
+def check_folder(path: Path, *, setting: str) -> None:
+    """Refuse a folder for results that cannot be made or written to, before the work.
+
+    Raises:
+        ConfigError: Something else has its name, or the place is not writable.
+    """
+    existing = path
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        problem = f"{str(existing)!r} is no folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{str(existing)!r} is not writable"
+    else:
+        return
+    raise ConfigError(
+        f"{setting}: results cannot be written to {str(path)!r}: {problem}", setting=setting
+    )
 
 
 def check_writable(path: Path) -> None:
@@ -84,7 +141,9 @@ def check_writable(path: Path) -> None:
         problem = "it is not writable"
     else:
         return
-    raise ConfigError(f"the report cannot be written to {str(path)!r}: {problem}", setting="--json")
+    raise ConfigError(
+        f"--json: the report cannot be written to {str(path)!r}: {problem}", setting="--json"
+    )
 
 
 def write_json(path: Path, content: object) -> None:

@@ -21,37 +21,56 @@ def parse_tier_options(options: Sequence[str]) -> list[dict[str, Any]]:
             with commas in them.
 
     Raises:
-        ConfigError: A value has another form.
+        ConfigError: A value has another form, or a key twice.
     """
     return [_parse(option) for option in options]
 
 
 def _parse(option: str) -> dict[str, Any]:
     if option.lstrip().startswith("{"):
-        try:
-            entry = json.loads(option)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"'--tier' begins like JSON but is not: {error}. Expected an object such as "
-                '{"type": "fs", "root_dir": "cache"}',
-                setting="--tier",
-            ) from None
-        # What starts with a brace and parses is an object.
-        return dict(entry)
+        return _parse_json(option)
     tier_type, _, rest = option.partition(":")
+    if not tier_type:
+        raise ConfigError(
+            f"'--tier': expected {_FORM} or TYPE alone, found no type. 'kv-core tiers' lists the "
+            "types that are installed",
+            setting="--tier",
+        )
     entry = {"type": tier_type}
-    for part in rest.split(",") if rest else ():
-        key, equals, value = part.partition("=")
-        if not equals or not key:
+    for number, part in enumerate(rest.split(",") if rest else (), start=1):
+        key, _, value = part.partition("=")
+        if not key or not value:
+            # Not repeated in the message: it may be the second half of a secret.
             raise ConfigError(
-                f"'--tier {tier_type}:...': expected {_FORM}, found {part!r} where KEY=VALUE "
-                "should be. Write values with commas as JSON: "
-                '--tier \'{"type": "fs", "root_dir": "a,b"}\'',
+                f"'--tier {tier_type}:...': expected {_FORM}, but part {number} after the colon "
+                "has no key or no value. Write values that are empty or have commas in them as "
+                'JSON: --tier \'{"type": "fs", "root_dir": "a,b"}\'',
                 setting="--tier",
             )
         if key in entry:
             raise ConfigError(
                 f"'--tier {tier_type}:...': {key!r} is given twice", setting=f"--tier {key}"
             )
+        entry[key] = value
+    return entry
+
+
+def _parse_json(option: str) -> dict[str, Any]:
+    try:
+        # What starts with a brace and parses is an object.
+        return dict(json.loads(option, object_pairs_hook=_without_repetition))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"'--tier' begins like JSON but is not: {error}. Expected an object such as "
+            '{"type": "fs", "root_dir": "cache"}',
+            setting="--tier",
+        ) from None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entry: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in entry:
+            raise ConfigError(f"'--tier': {key!r} is given twice", setting=f"--tier {key}")
         entry[key] = value
     return entry

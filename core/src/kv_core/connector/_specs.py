@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 import uuid
 from abc import abstractmethod
 from contextlib import ExitStack
@@ -132,8 +133,9 @@ class HostBackedSpec(OffloadingSpec):
         if self._manager is None:
             try:
                 manager = self._create_manager()
-            except BaseException:
+            except BaseException as error:
                 if self._handlers is None:
+                    _forget_variables(error)
                     self._close_memory()
                 raise
             if self.settings.reuse_filter is not None:
@@ -169,11 +171,11 @@ class HostBackedSpec(OffloadingSpec):
             self._handlers.cpu_to_gpu.shutdown()
             self._handlers = None
         if self._manager is not None:
-            manager, self._manager = self._manager, None
             try:
-                manager.shutdown()
+                self._manager.shutdown()
             except RegionError:
                 _LOGGER.exception("the primary tier is still in use")
+            self._manager = None
         self._close_memory()
 
     def _close_memory(self) -> None:
@@ -292,6 +294,11 @@ class TieringOffloadingSpec(HostBackedSpec):
         )
         return self._tiering
 
+    @override
+    def shutdown(self) -> None:
+        self._tiering = None
+        super().shutdown()
+
     def epoch_namespace(self, epoch: int) -> Namespace:
         """Return the namespace that tiers are re-opened under by a reset to an epoch."""
         return self.config.namespace.with_epoch(epoch, self._epoch_run)
@@ -313,6 +320,16 @@ class TieringOffloadingSpec(HostBackedSpec):
             metrics=NullMetrics(),
             registry=registry,
         )
+
+
+def _forget_variables(error: BaseException | None) -> None:
+    """Clear the variables of the frames that an error went through.
+
+    Views of the region may be among them, and the error lives longer than the region is to.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _abandon(tier: OpenTier) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Secret, SecretBytes, SecretStr, ValidationError
 
 from kv_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["TierConfig", "parse_tier_config"]
+
+_MASK: Final = "**********"
 
 
 class TierConfig(BaseModel):
@@ -22,6 +25,33 @@ class TierConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    def hide_secrets(self, text: str) -> str:
+        """Return a text with the secrets of this configuration masked (CONF-2).
+
+        For what a client library says: many repeat the credentials that were refused.
+        """
+        # The longest first: one secret may be a part of another.
+        for secret in sorted(set(_secrets(self)), key=len, reverse=True):
+            text = text.replace(secret, _MASK)
+        return text
+
+
+def _secrets(value: object) -> Iterator[str]:
+    """Yield the secrets in a configuration, however deep, also as they look in a URL."""
+    if isinstance(value, (SecretStr, SecretBytes, Secret)):
+        found = value.get_secret_value()
+        secret = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
+        yield from filter(None, [secret, quote(secret, safe="")])
+    elif isinstance(value, BaseModel):
+        for _, item in value:
+            yield from _secrets(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _secrets(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _secrets(item)
 
 
 ConfigT = TypeVar("ConfigT", bound=TierConfig)

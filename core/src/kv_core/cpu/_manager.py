@@ -367,6 +367,14 @@ class CPUOffloadingManager(OffloadingManager):
         victims = self._policy.evict(count, protect(self._step_hits, *protected))
         if victims is None:
             return None
+        slots = {block_id for _, block_id in victims}
+        if len(slots) != count or any(map(self._table.ref_counts.__getitem__, slots)):
+            # An installed policy may be wrong; a slot that is read or written must not be reused.
+            raise EngineStateError(
+                f"the eviction policy {self._policy_name!r} was asked for {count} evictable "
+                f"blocks and gave {len(slots)}, or blocks in use. Choose another "
+                "'eviction_policy', and report this to its author"
+            )
         evicted = tuple([key for key, _ in victims])
         self._counts["blocks_evicted"] += count
         self._record(evicted, removed=True)

@@ -87,14 +87,15 @@ class SharedOffloadRegion:
         packed_trailer = self.trailer.pack()
         self._file = RegionFile.create(self.path)
         try:
+            if not keep_name:
+                # Before it has any memory: whoever is killed meanwhile leaves an empty file.
+                self.unlink_name()
             size_bytes = self._rows_bytes + TRAILER_BYTES
             self._file.allocate(size_bytes)
             self._mapping: mmap.mmap | None = _map(self._file.descriptor, size_bytes)
             self._mapping[self._rows_bytes : self._rows_bytes + len(packed_trailer)] = (
                 packed_trailer
             )
-            if not keep_name:
-                self.unlink_name()
         except BaseException:
             self._file.close()
             raise

@@ -54,7 +54,10 @@ class RegionFile:
                 _reclaim(path)
                 continue
             except OSError as error:
-                raise RegionError(f"the region cannot be created at {path}: {error}") from error
+                raise RegionError(
+                    f"the region cannot be created at {path}: {error.strerror}. Name a writable "
+                    "folder on a memory file system with 'shm_dir' (--shm-dir)"
+                ) from error
             # Between creation and lock the file looks like a leftover to anybody else.
             if _try_lock(descriptor) and _is_named(path, descriptor):
                 os.fchmod(descriptor, _MODE)
@@ -76,7 +79,8 @@ class RegionFile:
         """
         status = os.fstatvfs(self.descriptor)
         available_bytes = status.f_bavail * status.f_frsize
-        if available_bytes < size_bytes:
+        # A file system without a limit has no blocks to count.
+        if status.f_blocks and available_bytes < size_bytes:
             raise self._too_little(size_bytes, available_bytes)
         try:
             os.posix_fallocate(self.descriptor, 0, size_bytes)
@@ -93,7 +97,7 @@ class RegionFile:
             f"the CPU region needs {needed_bytes} bytes in {self.path.parent}, but only "
             f"{available_bytes} are available. Enlarge the mount (Docker: --shm-size; Kubernetes: "
             "sizeLimit of the emptyDir with medium Memory), remove leftovers from it, or lower "
-            "'cpu_bytes_to_use'.",
+            "'cpu_bytes_to_use' (--cpu-bytes).",
             needed_bytes=needed_bytes,
             available_bytes=available_bytes,
         )

@@ -6,18 +6,18 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import BaseModel, SecretBytes, SecretStr
 from pydantic_core import to_jsonable_python
 
 from kv_core.contract import TierConfig, TierLimits, TierSpec, parse_tier_config
 from kv_core.errors import BrokenPluginError, KVCoreError
 from kv_core.plugins._contract_version import check_contract_version
+from kv_core.plugins._foreign import describe_foreign
 from kv_core.plugins._registry import TierRegistry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
 
-__all__ = ["CheckedTier", "broken_tier", "check_tier", "describe_error"]
+__all__ = ["CheckedTier", "broken_tier", "check_tier", "describe_error", "harmless_cause"]
 
 _HIDDEN: Final = "**********"
 
@@ -52,8 +52,7 @@ class CheckedTier:
             # What a foreign object says of itself is not known to be harmless.
             fallback=lambda value: f"<{type(value).__name__}>",
         )
-        secrets = sorted(_secrets(self.config), key=len, reverse=True)
-        return {name: _hide(value, secrets) for name, value in shown.items()}
+        return {name: _hide(value, self.config) for name, value in shown.items()}
 
 
 def check_tier(
@@ -94,10 +93,10 @@ def _limits(spec: TierSpec, origin: str, config: TierConfig) -> TierLimits:
         limits: object = spec.limits(config)
     except KVCoreError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - raised on, in words without secrets
         raise broken_tier(
             spec, origin, f"cannot compute its limits ({describe_error(error, config)})"
-        ) from error
+        ) from harmless_cause(error, config)
     if not isinstance(limits, TierLimits):
         raise broken_tier(spec, origin, f"computes its limits as {limits!r}, expected a TierLimits")
     return limits
@@ -112,38 +111,30 @@ def broken_tier(spec: TierSpec, origin: str, problem: str) -> BrokenPluginError:
 
 def describe_error(error: Exception, config: TierConfig) -> str:
     """Describe a foreign error without the secrets that client libraries like to repeat."""
-    text = f"{type(error).__name__}: {error}"
-    return _without(_secrets(config), text)
+    return config.hide_secrets(describe_foreign(error))
 
 
-def _hide(value: Any, secrets: Iterable[str]) -> Any:
+def harmless_cause(error: Exception, config: TierConfig) -> Exception | None:
+    """Return an error that may be chained, or ``None``: a traceback would print a secret."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        link = todo.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        text = describe_foreign(link)
+        if config.hide_secrets(text) != text:
+            return None
+        todo += (link.__cause__, link.__context__)
+    return error
+
+
+def _hide(value: Any, config: TierConfig) -> Any:
     if isinstance(value, str):
-        return _PASSWORD.sub(rf"\1:{_HIDDEN}@", _without(secrets, value))
+        return _PASSWORD.sub(rf"\1:{_HIDDEN}@", config.hide_secrets(value))
     if isinstance(value, dict):
-        return {name: _hide(item, secrets) for name, item in value.items()}
+        return {name: _hide(item, config) for name, item in value.items()}
     if isinstance(value, list):
-        return [_hide(item, secrets) for item in value]
+        return [_hide(item, config) for item in value]
     return value
-
-
-def _without(secrets: Iterable[str], text: str) -> str:
-    for secret in secrets:
-        text = text.replace(secret, _HIDDEN)
-    return text
-
-
-def _secrets(value: object) -> Iterator[str]:
-    """Yield the secrets in a configuration, however deep."""
-    if isinstance(value, SecretStr):
-        yield from filter(None, [value.get_secret_value()])
-    elif isinstance(value, SecretBytes):
-        yield from filter(None, [value.get_secret_value().decode(errors="replace")])
-    elif isinstance(value, BaseModel):
-        for _, item in value:
-            yield from _secrets(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _secrets(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from _secrets(item)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kv_core.errors import BrokenPluginError
+from kv_core.plugins._foreign import describe_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +55,7 @@ def add_commands(app: typer.Typer, hooks: Hooks, installed: InstalledTier) -> No
     except BaseException as error:  # an exit, too, must not end the command line
         raise BrokenPluginError(
             f"tier plugin {installed.type!r} of {installed.origin} fails in "
-            f"kv_core_register_commands ({type(error).__name__}: {error})",
+            f"kv_core_register_commands ({describe_foreign(error)})",
             plugin=installed.type,
             distribution=installed.origin,
         ) from error

@@ -13,6 +13,7 @@ from kv_core.contract import Capability, TierConfig, TierSpec
 from kv_core.errors import BrokenPluginError, KVCoreError
 from kv_core.plugins import hookspecs
 from kv_core.plugins._contract_version import check_contract_version
+from kv_core.plugins._foreign import describe_foreign
 from kv_core.plugins._settings import RESERVED_KEYS
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def load_plugin(installed: InstalledTier) -> Hooks:
     except BaseException as error:  # even an exit at import ends this plugin only
         raise _broken(
             installed,
-            f"does not import ({type(error).__name__}: {error}). Repair it with 'pip install "
+            f"does not import ({describe_foreign(error)}). Repair it with 'pip install "
             f"--force-reinstall {installed.distribution}' or remove it with 'pip uninstall "
             f"{installed.distribution}'",
         ) from error
@@ -83,7 +84,7 @@ def register_tier(hooks: Hooks, installed: InstalledTier) -> TierSpec:
         raise
     except BaseException as error:  # as at import: a plugin ends only itself
         raise _broken(
-            installed, f"fails in kv_core_register_tier ({type(error).__name__}: {error})"
+            installed, f"fails in kv_core_register_tier ({describe_foreign(error)})"
         ) from error
     if not isinstance(spec, TierSpec):
         raise _broken(

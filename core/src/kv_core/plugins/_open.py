@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from kv_core.contract import Capability, SecondaryTierManager, TierContext
 from kv_core.errors import ConfigError, KVCoreError, NamespaceError, TierOpenError
-from kv_core.plugins._check import broken_tier, check_tier, describe_error
+from kv_core.plugins._check import (
+    broken_tier,
+    check_tier,
+    describe_error,
+    harmless_cause,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,13 +119,14 @@ def _construct(checked: CheckedTier, context: TierContext) -> SecondaryTierManag
     spec = checked.spec
     try:
         manager: object = spec.factory(context)
-    except KVCoreError:
-        raise
     except Exception as error:
+        cause = harmless_cause(error, context.config)
+        if isinstance(error, KVCoreError) and cause is not None:
+            raise
         raise TierOpenError(
             f"tier {context.tier_name!r} of type {spec.type!r} cannot be opened: "
             f"{describe_error(error, checked.config)}"
-        ) from error
+        ) from cause
     if not isinstance(manager, SecondaryTierManager):
         raise broken_tier(
             spec,

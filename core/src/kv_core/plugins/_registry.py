@@ -13,6 +13,7 @@ from kv_core.errors import (
     UnsupportedError,
 )
 from kv_core.plugins._commands import add_commands
+from kv_core.plugins._foreign import describe_foreign
 from kv_core.plugins._installed import list_installed
 from kv_core.plugins._loader import load_plugin, register_tier
 
@@ -96,7 +97,7 @@ class TierRegistry:
             origin = self._claim(tier_type).origin
             raise BrokenPluginError(
                 f"tier plugin {tier_type!r} of {origin} fails in kv_core_conformance_harness "
-                f"({type(error).__name__}: {error})",
+                f"({describe_foreign(error)})",
                 plugin=tier_type,
                 distribution=origin,
             ) from error
@@ -143,10 +144,10 @@ class TierRegistry:
 def _unknown(tier_type: str, installed: set[str]) -> UnknownTierError:
     names = sorted(installed)
     close = difflib.get_close_matches(tier_type, names, n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
+    hint = f"Did you mean {close[0]!r}? Otherwise install" if close else "Install"
     return UnknownTierError(
         f"no installed package provides the tier type {tier_type!r} (installed: "
-        f"{', '.join(names) or 'none'}). {hint}Otherwise install its package, by convention: "
+        f"{', '.join(names) or 'none'}). {hint} its package, by convention: "
         f"pip install kv-tier-{tier_type}",
         tier_type=tier_type,
         installed=names,

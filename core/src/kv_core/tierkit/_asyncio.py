@@ -12,7 +12,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, Final, final
 
 from typing_extensions import override
 
@@ -21,7 +21,6 @@ from kv_core.tierkit._base import KitTier
 from kv_core.tierkit._errors import (
     RETIRING_KINDS,
     BlockFailure,
-    describe_error,
     load_error_kind,
     store_error_kind,
     without_frames,
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["AsyncioTier"]
 
 logger = logging.getLogger(__name__)
+
+_OPEN_SHARE: Final = 0.9
 
 
 class AsyncioTier(KitTier):
@@ -104,11 +105,13 @@ class AsyncioTier(KitTier):
         self._locks = _KeyLocks()
         self._thread = LoopThread(f"kv-{self.context.tier_name}-loop")
         self._thread.start()
+        end = time.monotonic() + self.open_deadline_s
         try:
-            self._thread.run(self.open(), self.open_deadline_s)
+            # The deadline covers the closing of what does not open.
+            self._thread.run(self.open(), self.open_deadline_s * _OPEN_SHARE)
         except BaseException:
-            self._close(self.config.job_deadline_s)
-            self._thread.stop(self.config.job_deadline_s)
+            self._close(max(0.1, end - time.monotonic()))
+            self._thread.stop(max(0.1, end - time.monotonic()))
             raise
         self._prober = LoopProber(self._thread, self._answer)
         executor = LoopExecutor(
@@ -123,19 +126,21 @@ class AsyncioTier(KitTier):
     @override
     def _stop(self, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s
-        if not self._ledger.wait_until_idle(timeout_s):
-            return False
-        with suppress(TimeoutError):
-            self._thread.run(self._prober.end(), max(0.1, end - time.monotonic()))
-        self._close(max(0.1, end - time.monotonic()))
+        if not self._thread.stopping:
+            if not self._ledger.wait_until_idle(timeout_s):
+                return False
+            with suppress(TimeoutError):
+                self._thread.run(self._prober.end(), max(0.1, end - time.monotonic()))
+            self._close(max(0.1, end - time.monotonic()))
         return self._thread.stop(max(0.1, end - time.monotonic()))
 
     def _close(self, timeout_s: float) -> None:
         try:
             self._thread.run(self.close(), timeout_s)
-        except Exception:
-            # The storage is given up either way; an error here must not hide the reason.
-            logger.exception("tier %r: close() raised", self.context.tier_name)
+        except Exception as error:  # noqa: BLE001 - must not hide why the storage is given up
+            logger.error(  # noqa: TRY400 - a traceback would repeat secrets
+                "tier %r: close() raised: %s", self.context.tier_name, self._describe(error)
+            )
 
     # -- the loop's thread ----------------------------------------------------------------------
 
@@ -174,7 +179,7 @@ class AsyncioTier(KitTier):
         finally:
             self._locks.release(key)
         if isinstance(moved, BaseException):
-            return BlockFailure(_store_kind(moved), describe_error(moved), 0)
+            return BlockFailure(_store_kind(moved), self._describe(moved), 0)
         return self.context.block_bytes if moved is None else moved
 
     async def _load_block(self, job: Job, index: int) -> BlockFailure | int:
@@ -202,7 +207,7 @@ class AsyncioTier(KitTier):
         key = job.metadata.keys[index]
         error = await self._call(self.read_block, key, self._target, job.block_ids[index])
         if isinstance(error, BaseException):
-            return BlockFailure(_load_kind(error), describe_error(error), ticket)
+            return BlockFailure(_load_kind(error), self._describe(error), ticket)
         return None
 
     async def _retire(self, key: OffloadKey) -> bool:

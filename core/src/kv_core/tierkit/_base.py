@@ -98,7 +98,7 @@ class KitTier(SecondaryTierManager):
             if isinstance(error, KVCoreError) or not isinstance(error, Exception):
                 raise
             raise TierOpenError(
-                f"tier {context.tier_name!r} cannot be opened: {describe_error(error)}"
+                f"tier {context.tier_name!r} cannot be opened: {self._describe(error)}"
             ) from error
         self._lookups = AsyncLookup(
             prober,
@@ -106,6 +106,7 @@ class KitTier(SecondaryTierManager):
             lookup_deadline_s=self.config.lookup_deadline_s,
             error_backoff_s=self.config.error_backoff_s,
             probe_now=self._probe_now(),
+            describe=self._describe,
         )
         self._ledger = JobLedger(
             self._executor,
@@ -153,8 +154,12 @@ class KitTier(SecondaryTierManager):
             logger.warning(
                 "tier %r: a bad object could not be removed: %s",
                 self.context.tier_name,
-                describe_error(error),
+                self._describe(error),
             )
+
+    def _describe(self, error: BaseException) -> str:
+        # Client libraries like to repeat the credentials that were refused.
+        return describe_error(error, self.config.hide_secrets)
 
     # -- for the author of a tier ---------------------------------------------------------------
 
@@ -170,7 +175,8 @@ class KitTier(SecondaryTierManager):
     def note_removed(self, key: OffloadKey) -> None:
         """Note that a block left the tier, by eviction for example. Thread-safe.
 
-        Remembered lookups of the key are forgotten. Call it as :meth:`note_stored` says.
+        Remembered lookups of the key are forgotten. Call it as :meth:`note_stored` says, and
+        not before the tier is open.
         """
         self._lookups.removed(key, next(self._tickets))
         if self.emits_events:
@@ -314,7 +320,6 @@ class KitTier(SecondaryTierManager):
             patience_s = self.config.job_deadline_s * _PATIENCE if first else 0.0
             if self._stop(patience_s):
                 self._released = True
-                self._source.release()
             else:
                 logger.warning(
                     "tier %r: I/O did not end within %g s of the shutdown; its threads and "
@@ -322,7 +327,11 @@ class KitTier(SecondaryTierManager):
                     self.context.tier_name,
                     patience_s,
                 )
-        return self._ledger.unfinished_ids()
+        unfinished = self._ledger.unfinished_ids()
+        if not unfinished:
+            # Also when a lookup is stuck: that one has no business with the memory.
+            self._source.release()
+        return unfinished
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

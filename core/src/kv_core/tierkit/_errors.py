@@ -10,6 +10,8 @@ from kv_core.contract import JobErrorKind
 from kv_core.errors import BlockDamagedError, BlockDeclinedError, BlockMissingError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kv_core.contract import Clock
 
 __all__ = [
@@ -93,9 +95,17 @@ def without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def describe_error(error: BaseException) -> str:
-    """Return one line for the log: the type and the text, shortened."""
-    text = " ".join(str(error).split())
+def describe_error(error: BaseException, hide: Callable[[str], str] = str) -> str:
+    """Return one line for the log: the type and the text, shortened. Never raises.
+
+    Args:
+        error: What to describe.
+        hide: Masks what must not be repeated.
+    """
+    try:
+        text = " ".join(hide(str(error)).split())
+    except Exception:  # noqa: BLE001 - the engine's thread writes logs, too: no text may stop it
+        text = "(an error without a readable text)"
     if len(text) > _MESSAGE_CHARS:
         text = text[: _MESSAGE_CHARS - 3] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -68,17 +68,27 @@ class _Entry:
         present: The last answer; ``None`` when there is none.
         through: A remembered absence holds for requests up to this sequence number: a later
             request may know of a store, by another instance, that the answer does not.
+        asked_through: The youngest request when the open question was posted.
         retry_at: Until then an error stands in for an answer.
         generation: Generation of the latest question.
         probing: Whether that question is open.
         requests: Requests that hold the entry.
     """
 
-    __slots__ = ("generation", "present", "probing", "requests", "retry_at", "through")
+    __slots__ = (
+        "asked_through",
+        "generation",
+        "present",
+        "probing",
+        "requests",
+        "retry_at",
+        "through",
+    )
 
     def __init__(self) -> None:
         self.present: bool | None = None
         self.through = 0
+        self.asked_through = 0
         self.retry_at = _LONG_AGO
         self.generation = 0
         self.probing = False
@@ -130,6 +140,7 @@ class AsyncLookup:
         lookup_deadline_s: A question open for longer is answered absent and counted as an error.
         error_backoff_s: How long an error is remembered.
         probe_now: Answers at once and never blocks; with it the prober is not used.
+        describe: Says in one line what went wrong.
     """
 
     def __init__(
@@ -140,12 +151,14 @@ class AsyncLookup:
         lookup_deadline_s: float,
         error_backoff_s: float,
         probe_now: Callable[[OffloadKey], bool] | None = None,
+        describe: Callable[[BaseException], str] = describe_error,
     ) -> None:
         self._prober = prober
         self._clock = clock
         self._lookup_deadline_s = lookup_deadline_s
         self._error_backoff_s = error_backoff_s
         self._probe_now = probe_now
+        self._describe = describe
         self._requests: dict[str, _Request] = {}
         self._entries: dict[OffloadKey, _Entry] = {}
         # Per key that is moving: twice the stores in flight, plus one if the key was not known
@@ -273,7 +286,7 @@ class AsyncLookup:
         if self._probe_now is None:
             raise AssertionError("only called with a probe")
         try:
-            entry.present = self._probe_now(key)
+            entry.present = bool(self._probe_now(key))
         except Exception as error:  # noqa: BLE001 - whatever the tier raises is an error, no miss
             self._note_error(entry, error, now)
             return _ERROR
@@ -293,7 +306,7 @@ class AsyncLookup:
         if self._batch:
             questions = []
             for key, entry in self._batch.items():
-                entry.through = self._sequence
+                entry.asked_through = self._sequence
                 questions.append((key, entry.generation))
             self._batch.clear()
             self._posted.append((now, questions))
@@ -308,7 +321,9 @@ class AsyncLookup:
 
     def answer(self, question: Question, answer: bool | BaseException) -> None:
         """Hand in the answer to a question, or the error that came instead. Thread-safe."""
-        self._inbox.append((question, answer))
+        # Clients answer with numbers, too, and a 0 is as definite as a False.
+        known = answer if isinstance(answer, BaseException) else bool(answer)
+        self._inbox.append((question, known))
 
     def removed(self, key: OffloadKey, ticket: int) -> None:
         """Hand in that a block left the tier. Thread-safe."""
@@ -327,6 +342,7 @@ class AsyncLookup:
                 self._note_error(entry, answer, self._clock())
             else:
                 entry.present = answer
+                entry.through = entry.asked_through
         while self._removals:
             key, ticket = self._removals.popleft()
             if key in self._storing:
@@ -340,7 +356,7 @@ class AsyncLookup:
         entry.present = None
         entry.retry_at = now + self._error_backoff_s
         if self._warn.due():
-            logger.warning("a lookup failed, answering absent: %s", describe_error(error))
+            logger.warning("a lookup failed, answering absent: %s", self._describe(error))
 
     def _give_up(self, key: OffloadKey, entry: _Entry, now: float) -> None:
         self._withdraw(key, entry)

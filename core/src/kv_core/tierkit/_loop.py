@@ -42,6 +42,11 @@ class LoopThread:
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether :meth:`stop` was called, after which nothing is run any more."""
+        return self._stopping
+
     def start(self) -> None:
         """Start the thread. Leaves no descriptor behind when that fails."""
         try:

@@ -20,7 +20,6 @@ from kv_core.tierkit._base import KitTier
 from kv_core.tierkit._errors import (
     RETIRING_KINDS,
     BlockFailure,
-    describe_error,
     load_error_kind,
     store_error_kind,
     without_frames,
@@ -179,9 +178,10 @@ class ThreadedTier(KitTier):
     def _close(self) -> None:
         try:
             self.close()
-        except Exception:
-            # The storage is given up either way; an error here must not hide the reason.
-            logger.exception("tier %r: close() raised", self.context.tier_name)
+        except Exception as error:  # noqa: BLE001 - must not hide why the storage is given up
+            logger.error(  # noqa: TRY400 - a traceback would repeat secrets
+                "tier %r: close() raised: %s", self.context.tier_name, self._describe(error)
+            )
 
     @override
     def _probe_now(self) -> Callable[[OffloadKey], bool] | None:
@@ -223,7 +223,7 @@ class ThreadedTier(KitTier):
         finally:
             self._locks.release(key)
         if isinstance(moved, BaseException):
-            return BlockFailure(store_error_kind(moved), describe_error(moved), 0)
+            return BlockFailure(store_error_kind(moved), self._describe(moved), 0)
         return self.context.block_bytes if moved is None else moved
 
     def _load_block(self, job: Job, index: int) -> BlockFailure | int:
@@ -251,7 +251,7 @@ class ThreadedTier(KitTier):
         key = job.metadata.keys[index]
         error = self._call(self.read_block, key, self._target, job.block_ids[index])
         if isinstance(error, BaseException):
-            return BlockFailure(load_error_kind(error), describe_error(error), ticket)
+            return BlockFailure(load_error_kind(error), self._describe(error), ticket)
         return None
 
     def _retire(self, key: OffloadKey) -> bool:

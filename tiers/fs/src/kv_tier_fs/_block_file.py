@@ -99,16 +99,25 @@ class BlockFiles:
         return self._open(path, flags, direct=self.direct_read)
 
     def _open(self, path: str, flags: int, *, direct: bool) -> BlockFile:
+        trailer = self._pages.trailer
+        refusal = None
         try:
             descriptor = os.open(path, flags | (os.O_DIRECT if direct else 0), FILE_MODE)
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
-            self.give_up_direct(error, writing=bool(flags & os.O_WRONLY))
+            refusal = error
             # Some file systems have created the file by the time they refuse.
             descriptor = os.open(path, flags & ~os.O_EXCL, FILE_MODE)
-            direct = False
-        return BlockFile(self, descriptor, self._pages.trailer, direct=direct)
+        try:
+            file = BlockFile(self, descriptor, trailer, direct=direct and refusal is None)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # A folder or a pipe in the place of a file says nothing about files.
+        if refusal is not None and file.is_regular:
+            self.give_up_direct(refusal, writing=bool(flags & os.O_WRONLY))
+        return file
 
     def give_up_direct(self, error: OSError, *, writing: bool) -> None:
         """Use the page cache from now on, and say so once."""
@@ -135,16 +144,17 @@ class BlockFile:
     Attributes:
         descriptor: File descriptor.
         identity: Which file it is.
+        is_regular: Whether it is a file at all.
     """
 
     __slots__ = (
         "_direct",
         "_files",
-        "_regular",
         "_size_bytes",
         "_trailer",
         "descriptor",
         "identity",
+        "is_regular",
     )
 
     def __init__(
@@ -157,7 +167,7 @@ class BlockFile:
         status = os.fstat(descriptor)
         self.identity = identity_of(status)
         self._size_bytes = status.st_size
-        self._regular = stat.S_ISREG(status.st_mode)
+        self.is_regular = stat.S_ISREG(status.st_mode)
 
     def __enter__(self) -> Self:
         return self
@@ -201,7 +211,7 @@ class BlockFile:
         self._files.trailers.check(self._trailer, key)
 
     def _check_size(self, key: OffloadKey) -> None:
-        if not self._regular or self._size_bytes != self._files.file_bytes:
+        if not self.is_regular or self._size_bytes != self._files.file_bytes:
             raise BlockDamagedError(
                 f"block {key.hex()}: the object is no file of {self._files.file_bytes} bytes "
                 f"(it has {self._size_bytes})"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - pydantic evaluates the annotation
 
+from pydantic import field_validator
+
 from kv_core.tierkit import TierKitConfig
 
 __all__ = ["FsConfig"]
@@ -20,3 +22,11 @@ class FsConfig(TierKitConfig):
 
     root_dir: Path
     direct_io: bool = True
+
+    @field_validator("root_dir", mode="before")
+    @classmethod
+    def _is_not_empty(cls, value: object) -> object:
+        if value == "":
+            # Path("") is the working directory, which nobody means who writes nothing.
+            raise ValueError("must not be empty")
+        return value

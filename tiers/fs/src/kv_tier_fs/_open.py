@@ -41,6 +41,11 @@ def open_storage(root_dir: Path, layout: FileLayout, namespace: Namespace) -> Wr
         _make_root(root_dir)
         for folder in (layout.namespace_dir, layout.blocks_dir, layout.writers_dir):
             make_folder(folder)
+            if folder.is_symlink():
+                raise TierOpenError(
+                    f"{folder} is a symbolic link, which this tier follows for root_dir itself "
+                    "only. Remove the link, or make root_dir one"
+                )
         reclaim_dead_writers(layout.writers_dir)
         writer = Writer(layout.writers_dir)
         try:

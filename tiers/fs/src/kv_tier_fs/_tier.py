@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -66,7 +67,7 @@ class FsTier(ThreadedTier):
         except (FileNotFoundError, NotADirectoryError):
             return False
         # The trailer is checked by the load: a lookup must not cost a read.
-        return status.st_size == self._files.file_bytes
+        return stat.S_ISREG(status.st_mode) and status.st_size == self._files.file_bytes
 
     @override
     def read_block(self, key: OffloadKey, buffer: memoryview) -> None:
@@ -125,17 +126,13 @@ class FsTier(ThreadedTier):
             # Nothing was found. What is there by now, another process has just stored.
             return
         path = self._layout.block_path(key)
-        aside = self._writer_now().temporary_path()
+        writer = self._writer_now()
         try:
-            os.rename(path, aside)  # noqa: PTH104 - as above
+            _remove(path, bad, aside=writer.temporary_path())
         except FileNotFoundError:
-            pass
-        else:
-            if identity_of(os.lstat(aside)) != bad:
-                # Another process has replaced the bad file since it was read: put it back.
-                _put_back(aside, path)
-            with suppress(FileNotFoundError):
-                os.unlink(aside)  # noqa: PTH108 - as above
+            if os.path.lexists(path):
+                # What is gone is the folder to move it to: a clean-up job removes empty folders.
+                _remove(path, bad, aside=self._reopen(writer).temporary_path())
         del self._distrusted[key]
 
     def _writer_now(self) -> Writer:
@@ -149,6 +146,16 @@ class FsTier(ThreadedTier):
                 self._writer = open_storage(self._root_dir, self._layout, self.context.namespace)
                 lost.close()
             return self._writer_now()
+
+
+def _remove(path: str, bad: FileIdentity, *, aside: str) -> None:
+    """Remove a file if it still is the bad one. Aside first: only there it cannot change."""
+    os.rename(path, aside)  # noqa: PTH104 - plain strings, per block
+    if identity_of(os.lstat(aside)) != bad:
+        # Another process has replaced the bad file since it was read: put it back.
+        _put_back(aside, path)
+    with suppress(FileNotFoundError):
+        os.unlink(aside)  # noqa: PTH108 - as above
 
 
 def _put_back(aside: str, path: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import re
 import secrets
 import shutil
 from contextlib import suppress
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["Writer", "reclaim_dead_writers"]
 
 _LOCK_SUFFIX: Final = ".lock"
+
+# What is removed is named by a file that anybody may have put there: nothing like ".." passes.
+_WRITER: Final = re.compile(r"[0-9]+-[0-9a-f]{16}")
 
 
 def _lock_file(path: Path, *, create: bool) -> int | None:
@@ -91,6 +95,9 @@ def reclaim_dead_writers(writers_dir: Path) -> int:
     """
     reclaimed = 0
     for lock_path in sorted(writers_dir.glob(f"*{_LOCK_SUFFIX}")):
+        writer = lock_path.name.removesuffix(_LOCK_SUFFIX)
+        if not _WRITER.fullmatch(writer):
+            continue
         try:
             descriptor = _lock_file(lock_path, create=False)
         except OSError:
@@ -99,7 +106,7 @@ def reclaim_dead_writers(writers_dir: Path) -> int:
         if descriptor is None:
             continue
         try:
-            shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
+            shutil.rmtree(writers_dir / writer, ignore_errors=True)
             with suppress(FileNotFoundError):
                 lock_path.unlink()
             reclaimed += 1

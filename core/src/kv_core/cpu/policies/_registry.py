@@ -40,12 +40,22 @@ def create_policy(name: str, num_blocks: int, ref_counts: Sequence[int]) -> Cach
         BrokenPluginError: The policy is installed but cannot be used.
     """
     policy_class = _BUILT_IN.get(name)
-    if policy_class is None:
-        policy_class = _load(name)
-    return policy_class(num_blocks, ref_counts)
+    if policy_class is not None:
+        return policy_class(num_blocks, ref_counts)
+    entry_point = _find(name)
+    try:
+        return _load(entry_point)(num_blocks, ref_counts)
+    except (BrokenPluginError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # foreign code may raise anything, even an exit
+        raise _broken(
+            entry_point,
+            f"cannot be used ({_describe(error)}). Reinstall or uninstall it, or choose another "
+            "'eviction_policy'",
+        ) from error
 
 
-def _load(name: str) -> type[CachePolicy]:
+def _find(name: str) -> importlib.metadata.EntryPoint:
     found = tuple(importlib.metadata.entry_points(group=POLICY_ENTRY_POINT_GROUP).select(name=name))
     if not found:
         raise ConfigError(
@@ -60,24 +70,29 @@ def _load(name: str) -> type[CachePolicy]:
             "uninstall all but one of their packages",
             setting="eviction_policy",
         )
-    entry_point = found[0]
+    return found[0]
+
+
+def _load(entry_point: importlib.metadata.EntryPoint) -> type[CachePolicy]:
+    policy_class = entry_point.load()
+    if not (isinstance(policy_class, type) and issubclass(policy_class, CachePolicy)):
+        raise _broken(entry_point, "is not a subclass of kv_core.cpu.policies.CachePolicy")
+    return policy_class
+
+
+def _broken(entry_point: importlib.metadata.EntryPoint, problem: str) -> BrokenPluginError:
     distribution = (
         f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "unknown"
     )
+    return BrokenPluginError(
+        f"eviction policy {entry_point.name!r} of {distribution}: {entry_point.value} {problem}",
+        plugin=entry_point.name,
+        distribution=distribution,
+    )
+
+
+def _describe(error: BaseException) -> str:
     try:
-        policy_class = entry_point.load()
-    except Exception as error:  # importing foreign code may raise anything
-        raise BrokenPluginError(
-            f"eviction policy {name!r} of {distribution} cannot be loaded from "
-            f"{entry_point.value}: {type(error).__name__}: {error}. Reinstall or uninstall it.",
-            plugin=name,
-            distribution=distribution,
-        ) from error
-    if not (isinstance(policy_class, type) and issubclass(policy_class, CachePolicy)):
-        raise BrokenPluginError(
-            f"eviction policy {name!r} of {distribution}: {entry_point.value} is not a subclass "
-            "of kv_core.cpu.policies.CachePolicy",
-            plugin=name,
-            distribution=distribution,
-        )
-    return policy_class
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - the text, too, is made by foreign code
+        return type(error).__name__

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final, final
@@ -67,8 +68,20 @@ def replay_trace(
     engine = ReplayEngine(trace, config, registry=registry)
     try:
         return engine.run(progress)
+    except BaseException as error:
+        _let_go(error)
+        raise
     finally:
         engine.shutdown()
+
+
+def _let_go(error: BaseException) -> None:
+    """Clear the local variables of the frames that an error has left.
+
+    An interrupt comes anywhere, also where a frame holds a view of the region, which could not
+    be unmapped before the last of them is gone.
+    """
+    traceback.clear_frames(error.__traceback__)
 
 
 @final
@@ -147,7 +160,8 @@ class ReplayEngine:
                     group_data_refs=((CanonicalKVCacheRef(0, config.block_bytes),),),
                 )
             )
-        except BaseException:
+        except BaseException as error:
+            _let_go(error)
             spec.shutdown()
             raise
         tier_names = (tier.get("name", tier["type"]) for tier in config.secondary_tiers)
@@ -464,22 +478,23 @@ class ReplayEngine:
                 levels = []
             else:
                 with self._stopwatch.measure("verifying loads"):
-                    self._verify(request, gpu_blocks, tokens // self._tokens_per_block)
+                    # The last block is loaded whole although its last token is computed again.
+                    end = -(-(request.computed_tokens + tokens) // self._tokens_per_block)
+                    self._verify(request, gpu_blocks, end)
                 request.computed_tokens += tokens
-                levels = self._level_per_block(levels, gpu_blocks, request.computed_tokens)
+                levels = self._level_per_block(levels, gpu_blocks, end)
             self._count_admission(request, gpu_blocks, levels)
             request.status = Status.LOADED
             self._waiting.appendleft(request)
 
-    def _level_per_block(self, levels: list[str], start: int, computed_tokens: int) -> list[str]:
+    def _level_per_block(self, levels: list[str], start: int, stop: int) -> list[str]:
         """Spread the levels of offloaded blocks over the GPU blocks they filled."""
         factor = self._config.block_size_factor
         first = start // factor
-        stop = computed_tokens // self._tokens_per_block
         return [levels[index // factor - first] for index in range(start, stop)]
 
-    def _verify(self, request: ReplayRequest, start: int, count: int) -> None:
-        for index in range(start, start + count):
+    def _verify(self, request: ReplayRequest, start: int, stop: int) -> None:
+        for index in range(start, stop):
             block_hash, block_id = request.block_hashes[index], request.block_ids[index]
             key = make_offload_key(block_hash, 0)
             wrong = self._checker.count_wrong_bytes(key, self._memory.read(block_id))
@@ -500,7 +515,9 @@ class ReplayEngine:
         found = gpu_blocks + len(levels)
         self._report.blocks_requested += request.num_blocks
         self._report.misses += request.num_blocks - found
-        self._report.tokens_saved += found * self._tokens_per_block
+        # Of a prompt that was found whole, the last token is computed all the same.
+        most = request.num_prompt_tokens - 1
+        self._report.tokens_saved += min(found * self._tokens_per_block, most)
 
     def _finish_requests(self, step: _Step) -> None:
         for request, _ in step.scheduled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, final
 
 import numpy as np
@@ -120,13 +121,16 @@ def open_gpu_memory(num_blocks: int, block_bytes: int) -> GpuMemory:
     except (MemoryError, OverflowError, ValueError, RuntimeError) as error:
         # numpy has the first three, by how far the size is out of bounds; torch has the last.
         raise ConfigError(
-            f"a GPU pool of {num_blocks} blocks of {block_bytes} bytes cannot be allocated: "
-            f"{error}. Give it fewer or smaller blocks (--gpu-blocks, --block-bytes)",
+            f"a GPU pool of {num_blocks} blocks of {block_bytes} bytes cannot be allocated "
+            f"({error}). Give it fewer or smaller blocks (--gpu-blocks, --block-bytes)",
             setting="gpu_blocks",
         ) from error
 
 
 def _allocate(num_blocks: int, block_bytes: int) -> GpuMemory:
+    # Importing torch takes seconds, so a machine without a device does not.
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        return HostGpuMemory(num_blocks, block_bytes)
     try:
         import torch
     except ImportError:
