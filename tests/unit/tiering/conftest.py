@@ -36,7 +36,6 @@ from kv_core.cpu import CPUPrimaryTierOffloadingManager
 from kv_core.errors import BlockMissingError
 from kv_core.keys import GroupGeometry, Namespace
 from kv_core.plugins import OpenTier
-from kv_core.tierkit import ThreadedTier, TierKitConfig
 from kv_core.tiering import (
     PARAMS_KEY,
     JobReport,
@@ -44,6 +43,7 @@ from kv_core.tiering import (
     TieringOffloadingManager,
     TierOptions,
 )
+from kv_core.tierkit import ThreadedTier, TierKitConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

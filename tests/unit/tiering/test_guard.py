@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from typing_extensions import override
 
 from kv_core.contract import JobError, JobErrorKind, JobResult, ReqContext
 from kv_core.errors import TierClosedError
@@ -176,6 +177,7 @@ def test_a_message_of_nonsense_does_not_repeat_it(
     """Neither a repr that raises nor a megabyte of text gets into the log."""
 
     class Unspeakable:
+        @override
         def __repr__(self) -> str:
             raise OSError("no words")
 

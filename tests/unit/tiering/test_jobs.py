@@ -11,6 +11,7 @@ from kv_core.contract import JobId, ReqContext
 from kv_core.tiering import TieringConfig
 from kv_core.tiering._health import Activity
 from kv_core.tiering._jobs import JobFactory, job_ranges
+from kv_core.tiering._requests import RequestState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,15 +22,16 @@ if TYPE_CHECKING:
     from kv_core.tiering._guard import GuardedTier
 
 CONTEXT = ReqContext("a")
+STATE = RequestState(CONTEXT, 0)
 
 
 def test_jobs_are_numbered_without_repetition(clock: FakeClock, keys: list[OffloadKey]) -> None:
     """G-4: one row of numbers for loads and stores."""
     jobs = JobFactory(TieringConfig(), clock)
     made = [
-        jobs.load((keys[0],), np.array([3], np.int32), (1,), CONTEXT),
+        jobs.load((keys[0],), np.array([3], np.int32), (1,), STATE),
         jobs.store((keys[1],), np.array([4], np.int32), CONTEXT),
-        jobs.load((keys[0],), np.array([3], np.int32), (2,), CONTEXT),
+        jobs.load((keys[0],), np.array([3], np.int32), (2,), STATE),
     ]
     assert [job.metadata.job_id for job in made] == [0, 1, 2]
     assert [job.metadata.is_promotion for job in made] == [True, False, True]
@@ -39,7 +41,7 @@ def test_each_direction_has_its_deadline(clock: FakeClock, keys: list[OffloadKey
     """Counted from the submission."""
     config = TieringConfig(promotion_deadline_s=3.0, store_deadline_s=70.0)
     jobs = JobFactory(config, clock)
-    load = jobs.load((keys[0],), np.array([3], np.int32), (1,), CONTEXT)
+    load = jobs.load((keys[0],), np.array([3], np.int32), (1,), STATE)
     store = jobs.store((keys[0],), np.array([3], np.int32), CONTEXT)
     assert load.metadata.submit_time == store.metadata.submit_time == 1000.0
     assert (load.deadline, store.deadline) == (1003.0, 1070.0)
@@ -49,7 +51,7 @@ def test_each_direction_has_its_deadline(clock: FakeClock, keys: list[OffloadKey
 def test_a_job_keeps_its_own_list_of_slots(clock: FakeClock, keys: list[OffloadKey]) -> None:
     """The array is the tier's."""
     array = np.array([3, 5], np.int32)
-    job = JobFactory(TieringConfig(), clock).load((*keys[:2],), array, (1, 7), CONTEXT)
+    job = JobFactory(TieringConfig(), clock).load((*keys[:2],), array, (1, 7), STATE)
     array[:] = 0
     assert (job.block_ids, job.generations) == ([3, 5], (1, 7))
     assert job.metadata.req_context is CONTEXT

@@ -87,16 +87,18 @@ def test_the_wait_is_timed_from_its_beginning() -> None:
     assert state.first_unknown_at == 20.0
 
 
-def test_a_job_belongs_to_the_request_and_not_to_its_namesake() -> None:
-    """Ids may come back; contexts are compared by identity."""
-    table = RequestTable()
-    first = ReqContext("a")
-    table.state(first)
-    assert table.owner(first) is not None
-    table.remove("a")
-    assert table.owner(first) is None
-    table.state(ReqContext("a"))
-    assert table.owner(first) is None
+def test_a_job_belongs_to_the_request_and_not_to_its_namesake(
+    engine: Engine, keys: list[OffloadKey]
+) -> None:
+    """Ids may come back: the load of the first is neither leased to the second nor its failure."""
+    engine.promote("a", keys[0])
+    engine.finish("a")
+    engine.tier.answers[keys[1]] = None
+    assert engine.ask("a", keys[1]) == ["retry"]
+    engine.end_step()
+    assert engine.stats["promotions"] == 1
+    assert engine.stats["share_blocks_used"] == 0
+    assert engine.manager.hit_level(keys[0], ReqContext("a")) == "cpu"
 
 
 def test_answered_requests_are_handed_out_once_oldest_first(keys: list[OffloadKey]) -> None:

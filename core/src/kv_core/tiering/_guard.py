@@ -78,6 +78,7 @@ class TierJob:
         block_ids: The slots. A list of the engine's own: the array in the metadata is the
             tier's to sort, and slots are given back by what the engine reserved.
         generations: Generation of each slot; only for loads.
+        state: The request that a load is for; it may have ended, and another may have its name.
         deadline: When the engine stops waiting for it, seconds on its clock.
         is_overdue: Whether that has happened. The slots stay out of use until the report.
         was_taken: Whether the tier took it; an exception in submit is held against it already.
@@ -95,12 +96,17 @@ class TierJob:
         "generations",
         "is_overdue",
         "metadata",
+        "state",
         "succeeded",
         "was_taken",
     )
 
     def __init__(
-        self, metadata: JobMetadata, deadline: float, generations: tuple[int, ...] = ()
+        self,
+        metadata: JobMetadata,
+        deadline: float,
+        generations: tuple[int, ...] = (),
+        state: RequestState | None = None,
     ) -> None:
         self.metadata = metadata
         self.deadline = deadline
@@ -109,6 +115,7 @@ class TierJob:
         self.busy_s = 0.0
         self.block_ids: list[int] = metadata.block_ids.tolist()
         self.generations = generations
+        self.state = state
         self.succeeded: frozenset[OffloadKey] = frozenset()
         self.error: JobError | None = None
 
@@ -134,7 +141,6 @@ class GuardedTier:
         exceptions: Number of exceptions contained so far.
         ignored_results: Number of results that were late, repeated, unknown or no results.
         jobs: Jobs handed over and not yet reported.
-        is_retired: Whether another one has taken its place; only its jobs still matter.
     """
 
     __slots__ = (
@@ -149,7 +155,6 @@ class GuardedTier:
         "ignored_results",
         "index",
         "inflight_store_bytes",
-        "is_retired",
         "jobs",
         "limits",
         "name",
@@ -176,7 +181,6 @@ class GuardedTier:
         self.exceptions = 0
         self.ignored_results = 0
         self.jobs: dict[JobId, TierJob] = {}
-        self.is_retired = False
         self._manager = tier.manager
         self._clock = clock
         self._polled_at = clock()
@@ -190,7 +194,6 @@ class GuardedTier:
         self.exceptions = former.exceptions
         self.ignored_results = former.ignored_results
         self.health.follow(former.health)
-        former.is_retired = True
 
     def lookup(self, key: OffloadKey, state: RequestState) -> LookupAnswer:
         """Ask the tier; an exception is "absent", and counts as an error instead of a miss."""
@@ -212,8 +215,8 @@ class GuardedTier:
 
     def resolve(self, key: OffloadKey, state: RequestState, outcome: str) -> None:
         """Count a lookup as a hit, a miss or an error: once for each request and key."""
-        if (key, self.index) not in state.resolved:
-            state.resolved.add((key, self.index))
+        if (key, self) not in state.resolved:
+            state.resolved.add((key, self))
             self.counts[outcome] += 1
 
     def submit(self, job: TierJob) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kv_core.keys import OffloadKey
     from kv_core.tiering._config import TieringConfig
     from kv_core.tiering._guard import GuardedTier
+    from kv_core.tiering._requests import RequestState
 
 __all__ = ["JobFactory", "job_ranges"]
 
@@ -37,12 +38,12 @@ class JobFactory:
         keys: tuple[OffloadKey, ...],
         block_ids: npt.NDArray[np.int32],
         generations: tuple[int, ...],
-        context: ReqContext,
+        state: RequestState,
     ) -> TierJob:
         """Make a promotion."""
-        metadata = self._metadata(keys, block_ids, context, is_promotion=True)
+        metadata = self._metadata(keys, block_ids, state.context, is_promotion=True)
         deadline = metadata.submit_time + self._promotion_deadline_s
-        return TierJob(metadata, deadline, generations)
+        return TierJob(metadata, deadline, generations, state)
 
     def store(
         self,

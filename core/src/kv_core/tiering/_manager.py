@@ -160,7 +160,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Ask the tiers in order; the first that has the block promotes it."""
         answer = _MISS
         for tier in self._tiers:
-            if not tier.health.may_use() or (key, tier.index) in state.failed:
+            if not tier.health.may_use() or (key, tier) in state.failed:
                 continue
             found = tier.lookup(key, state)
             if found:
@@ -172,13 +172,13 @@ class TieringOffloadingManager(OffloadingManager):
     def _may_still_know(self, key: OffloadKey, tier: GuardedTier, state: RequestState) -> bool:
         """Hold a tier to its lookup deadline: what it does not know by then is absent."""
         now = self._clock()
-        since = state.unknown_since.setdefault((key, tier.index), now)
+        since = state.unknown_since.setdefault((key, tier), now)
         if now - since <= tier.limits.lookup_deadline_s:
             return True
-        if (key, tier.index) not in state.resolved:
+        if (key, tier) not in state.resolved:
             tier.resolve(key, state, "errors")
             tier.health.failed(Activity.CALL, "a lookup was not answered by its deadline")
-        state.failed.add((key, tier.index))
+        state.failed.add((key, tier))
         return False
 
     def _is_past_deadline(self, state: RequestState) -> bool:
@@ -550,8 +550,6 @@ class TieringOffloadingManager(OffloadingManager):
             self._shut_down(tier)
             self._tiers[index] = self._open_again(tier, epoch)
         for state in self._requests:
-            state.failed.clear()
-            state.resolved.clear()
             self._announce(state)
 
     def _open_again(self, former: GuardedTier, epoch: int) -> GuardedTier:

@@ -155,7 +155,7 @@ class Promotions:
                     tuple(promotion.keys[part]),
                     block_ids[part],
                     tuple(promotion.generations[part]),
-                    promotion.state.context,
+                    promotion.state,
                 )
                 job_id = job.metadata.job_id
                 tier.health.submitted(job_id)
@@ -196,7 +196,7 @@ class Promotions:
             The blocks that became readable.
         """
         self._under_way.pop(job.metadata.job_id, None)
-        state = self._requests.owner(job.metadata.req_context)
+        state = job.state
         if job.is_overdue:
             self._share.quarantined -= len(job.block_ids)
         else:
@@ -226,16 +226,15 @@ class Promotions:
                 self._share.lease(state, ready, self._clock())
         return ready
 
+    @staticmethod
     def _note_outcome(
-        self, tier: GuardedTier, state: RequestState | None, key: OffloadKey, *, succeeded: bool
+        tier: GuardedTier, state: RequestState | None, key: OffloadKey, *, succeeded: bool
     ) -> None:
-        if state is None or tier.is_retired:
-            # The request or the tier is gone; what the tier was asked still counts.
-            tier.counts["hits" if succeeded else "errors"] += 1
-            return
-        tier.resolve(key, state, "hits" if succeeded else "errors")
-        if not succeeded:
-            state.failed.add((key, tier.index))
+        """Count what became of a lookup, also when its request has ended."""
+        if state is not None:
+            tier.resolve(key, state, "hits" if succeeded else "errors")
+            if not succeeded:
+                state.failed.add((key, tier))
 
     def expire(self, now: float) -> list[OffloadKey]:
         """Give up loads that are past their deadline.
@@ -256,13 +255,12 @@ class Promotions:
     def _abandon(self, tier: GuardedTier, job: TierJob) -> None:
         job.is_overdue = True
         tier.counts["jobs_stalled"] += 1
-        state = self._requests.owner(job.metadata.req_context)
         for key, block_id, generation in zip(
             job.metadata.keys, job.block_ids, job.generations, strict=True
         ):
             self._primary.abandon_write(key, block_id, generation)
-            self._note_outcome(tier, state, key, succeeded=False)
-        self._unreserve(state, len(job.block_ids))
+            self._note_outcome(tier, job.state, key, succeeded=False)
+        self._unreserve(job.state, len(job.block_ids))
         self._share.quarantined += len(job.block_ids)
         self.counts["promotions_abandoned"] += len(job.block_ids)
         tier.health.failed(Activity.LOAD, "a load was not reported by its deadline")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kv_core.contract import ReqContext
     from kv_core.keys import OffloadKey
+    from kv_core.tiering._guard import GuardedTier
 
 __all__ = ["PARAMS_KEY", "RequestState", "RequestTable"]
 
@@ -25,7 +26,7 @@ PARAMS_KEY: Final = "kv_core"
 """Entry of a request's ``kv_transfer_params`` that is ours: ``{"load": false, "store": false}``."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestState:
     """One live request.
 
@@ -37,7 +38,7 @@ class RequestState:
         waiting: Whether its last lookups were left without a final answer.
         first_unknown_at: When it was first left waiting, seconds on the engine's clock.
         gave_up: Whether it has waited past its deadline: it is told yes or no from then on.
-        unknown_since: When a tier (by index) was first asked for a key and did not know.
+        unknown_since: When a tier was first asked for a key and did not know.
         step_hits: Hits of this step, to be leased should the request have to wait.
         leases: Blocks held for the request, with their slots (pinned).
         leased_at: When the first of them was leased.
@@ -56,15 +57,15 @@ class RequestState:
     waiting: bool = False
     first_unknown_at: float | None = None
     gave_up: bool = False
-    unknown_since: dict[tuple[OffloadKey, int], float] = field(default_factory=dict)
+    unknown_since: dict[tuple[OffloadKey, GuardedTier], float] = field(default_factory=dict)
     step_hits: list[OffloadKey] = field(default_factory=list)
     leases: dict[OffloadKey, int] = field(default_factory=dict)
     leased_at: float = 0.0
     lease_expired: bool = False
     reserved: int = 0
     promoted: dict[OffloadKey, str] = field(default_factory=dict)
-    failed: set[tuple[OffloadKey, int]] = field(default_factory=set)
-    resolved: set[tuple[OffloadKey, int]] = field(default_factory=set)
+    failed: set[tuple[OffloadKey, GuardedTier]] = field(default_factory=set)
+    resolved: set[tuple[OffloadKey, GuardedTier]] = field(default_factory=set)
     request_level_tiers: frozenset[int] = frozenset()
 
 
@@ -99,11 +100,6 @@ class RequestTable:
     def find(self, req_id: str) -> RequestState | None:
         """Return a request that is known."""
         return self._states.get(req_id)
-
-    def owner(self, context: ReqContext) -> RequestState | None:
-        """Return the very request of a job: not a later one of the same name."""
-        state = self._states.get(context.req_id)
-        return state if state is not None and state.context is context else None
 
     def state(self, context: ReqContext) -> RequestState:
         """Return a request, making it known at its first call."""
