@@ -27,7 +27,7 @@ CHAT: Final = ("synthetic:chat", "--limit=5")
         ("fs", ["tier 'fs': 'root_dir' is required but missing"]),
         ("fs:root_dir=x,foo=1", ["tier 'fs': 'foo' is not a setting", "direct_io", "root_dir"]),
         ("fs:root_dir=x,io_threads=many", ["tier 'fs'", "io_threads"]),
-        ("fs:root_dir=x,mode=read_only", ["mode", "remove it"]),
+        ("fs:root_dir=x,mode=ro", ["mode", "'read_write' or 'read_only'"]),
         ("example:name=cpu", ["must not be 'cpu'"]),
         ("example:name=a/b", ["'a/b'", "letters, digits"]),
         ("fs:root_dir", ["expected TYPE:KEY=VALUE,KEY=VALUE", "part 1"]),

@@ -157,7 +157,9 @@ class RecordingManager(OffloadingManager):
         return CPULoadStoreSpec(list(range(100, 100 + len(keys))))
 
     @override
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, success: bool = True
+    ) -> None:
         self._note("complete_load", req_context, keys)
 
     @override

@@ -376,9 +376,8 @@ def test_an_unknown_policy_leaves_nothing_open(
 ) -> None:
     """No tier is opened for a primary that cannot be made."""
     extra = {"eviction_policy": "newest", "secondary_tiers": [{"type": "recorded"}]}
-    spec = TieringOffloadingSpec(configure(**extra), registry=registry)
     with pytest.raises(ConfigError, match="newest"):
-        spec.get_manager()
+        TieringOffloadingSpec(configure(**extra), registry=registry)
     assert log == []
     assert open_files(tmp_path) == []
 
@@ -408,7 +407,22 @@ def test_shutdown_releases_everything_and_is_idempotent(
     spec.shutdown()
     assert open_files(tmp_path) == []
     assert log == ["open recorded", "close recorded"]
-    assert caplog.records == []
+    # The tier of this test has no limit; nothing else is worth a word.
+    (record,) = caplog.records
+    assert "no limit of capacity" in record.getMessage()
+
+
+def test_each_start_counts_its_epochs_in_a_run_of_its_own(
+    configure: Callable[..., OffloadingConfig], registry: TierRegistry
+) -> None:
+    """A restarted engine's epoch 1 is not that of the run before: other weights."""
+
+    def namespace(**extra: Any) -> str:
+        config = configure(secondary_tiers=[{"type": "recorded"}], **extra)
+        return TieringOffloadingSpec(config, registry=registry).epoch_namespace(1).fingerprint
+
+    assert namespace() != namespace()
+    assert namespace(epoch_run="updates-7") == namespace(epoch_run="updates-7")
 
 
 def test_shutdown_without_use_is_fine(configure: Callable[..., OffloadingConfig]) -> None:

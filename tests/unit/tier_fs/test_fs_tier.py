@@ -91,7 +91,8 @@ def test_tiers_of_one_root_see_each_other(drive: Drive, keys: list[OffloadKey]) 
 
 
 @pytest.mark.parametrize(
-    "changes", [{"epoch": 1}, {"kv_layout": "other"}, {"revision": "other"}, {"rank": 0}]
+    "changes",
+    [{"epoch": 1, "epoch_run": "run"}, {"kv_layout": "other"}, {"revision": "other"}, {"rank": 0}],
 )
 def test_namespaces_do_not_mix(
     drive: Drive, keys: list[OffloadKey], changes: dict[str, object]

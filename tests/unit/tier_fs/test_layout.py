@@ -65,7 +65,7 @@ def test_certified_layouts_are_shared_by_ranks() -> None:
         {"pipeline_parallel_size": 2},
         {"hash_algorithm": "other"},
         {"hash_seed": "1"},
-        {"epoch": 1},
+        {"epoch": 1, "epoch_run": "run"},
         {"format_version": 2},
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -45,6 +46,8 @@ def run_here(
 
     from kv_core.workload.replay import replay_trace
 
+    # Advice on a configuration is for engines that serve; `kv-core check-config` gives it too.
+    logging.getLogger("kv_core.connector").setLevel(logging.ERROR)
     # Not the console's own opinion: FORCE_COLOR, common in CI, would make a pipe a terminal.
     if not show_progress or not sys.stderr.isatty():
         return replay_trace(trace, config, registry=registry)
