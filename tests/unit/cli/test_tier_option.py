@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_core.cli._tier_option import parse_tier_options
+from kv_core.cli._tier_option import parse_setting_options, parse_tier_options
 from kv_core.errors import ConfigError
 
 _WORDS = st.text(alphabet="abcxyz_09", min_size=1)
@@ -83,3 +83,21 @@ def test_what_is_written_is_read(tier_type: str, settings: dict[str, str]) -> No
     entry = {"type": tier_type, **settings}
     short = ",".join(f"{key}={value}" for key, value in settings.items())
     assert parse_tier_options([f"{tier_type}:{short}", json.dumps(entry)]) == [entry, entry]
+
+
+def test_settings_read_as_json_where_they_can() -> None:
+    """Numbers and truth values are what they say; anything else is a word."""
+    options = ["lease_share=0.3", "offload_prompt_only=false", "engine_reset=epoch", "a=b=c"]
+    assert parse_setting_options(options) == {
+        "lease_share": 0.3,
+        "offload_prompt_only": False,
+        "engine_reset": "epoch",
+        "a": "b=c",
+    }
+
+
+@pytest.mark.parametrize("options", [["lease_share"], ["=3"], ["a=1", "a=2"]])
+def test_malformed_settings_are_refused(options: list[str]) -> None:
+    """No key, no value or a key twice is a message, not a guess."""
+    with pytest.raises(ConfigError, match="--set"):
+        parse_setting_options(options)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, cast
 import typer
 
 from kv_core.cli._frame import report as say
-from kv_core.cli._tier_option import parse_tier_options
+from kv_core.cli._tier_option import parse_setting_options, parse_tier_options
 from kv_core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -53,6 +53,12 @@ def replay(
     tokens_per_step: Annotated[int, typer.Option(help="Token budget of one step.")] = 8192,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of a synthetic trace.")] = 0,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A setting of the engine, such as lease_share=0.3."
+        ),
+    ] = None,
     restart: Annotated[
         bool,
         typer.Option("--restart", help="Then again, in a fresh process on the same storage."),
@@ -86,6 +92,7 @@ def replay(
         max_seqs=max_seqs,
         tokens_per_step=tokens_per_step,
         shm_dir=str(shm_dir),
+        engine_options=parse_setting_options(setting or ()),
     )
     if json_file is not None:
         check_writable(json_file)

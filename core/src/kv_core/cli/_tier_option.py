@@ -1,4 +1,4 @@
-"""The option ``--tier``: one secondary tier in one word."""
+"""The options ``--tier`` and ``--set``: a secondary tier, or a setting, in one word."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from kv_core.errors import ConfigError
 
-__all__ = ["parse_tier_options"]
+__all__ = ["parse_setting_options", "parse_tier_options"]
 
 _FORM = "TYPE:KEY=VALUE,KEY=VALUE"
 
@@ -24,6 +24,33 @@ def parse_tier_options(options: Sequence[str]) -> list[dict[str, Any]]:
         ConfigError: A value has another form, or a key twice.
     """
     return [_parse(option) for option in options]
+
+
+def parse_setting_options(options: Sequence[str]) -> dict[str, Any]:
+    """Turn the values of ``--set`` into settings of the engine.
+
+    Args:
+        options: Each ``KEY=VALUE``. A value that reads as JSON is what it says, any other a word.
+
+    Raises:
+        ConfigError: A value has another form, or a key comes twice.
+    """
+    settings: dict[str, Any] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not key or not equals:
+            raise ConfigError(
+                f"'--set': expected KEY=VALUE, found {option!r}. docs/configuration.md lists the "
+                "settings",
+                setting="--set",
+            )
+        if key in settings:
+            raise ConfigError(f"'--set': {key!r} is given twice", setting=f"--set {key}")
+        try:
+            settings[key] = json.loads(value)
+        except ValueError:
+            settings[key] = value
+    return settings
 
 
 def _parse(option: str) -> dict[str, Any]:
