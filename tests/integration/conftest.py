@@ -21,6 +21,15 @@ _DEADLINE_S: Final = 90
 
 
 @pytest.fixture
+def traces() -> Path:
+    """Return the folder of the recorded traces."""
+    folder = os.environ.get("KV_CORE_TRACES")
+    if not folder:
+        pytest.skip("KV_CORE_TRACES does not name the folder of recorded traces")
+    return Path(folder)
+
+
+@pytest.fixture
 def scratch(tmp_path: Path) -> Path:
     """Return the folder in which started commands keep their temporary files."""
     folder = tmp_path / "scratch"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,19 +12,11 @@ from kv_core.workload.replay import ReplayConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     Command = Callable[..., tuple[int, str, str]]
 
 pytestmark = pytest.mark.traces
-
-
-@pytest.fixture
-def traces() -> Path:
-    """Return the folder of the recorded traces."""
-    folder = os.environ.get("KV_CORE_TRACES")
-    if not folder:
-        pytest.skip("KV_CORE_TRACES does not name the folder of recorded traces")
-    return Path(folder)
 
 
 def assert_sound(report: dict[str, Any]) -> None:
