@@ -21,7 +21,7 @@ from kv_core.errors import (
     TierOpenError,
 )
 from kv_core.plugins._contract_version import check_contract_version
-from kv_core.plugins._foreign import describe_foreign
+from kv_core.plugins._foreign import describe_foreign, show_foreign
 from kv_core.plugins._registry import TierRegistry
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def open_tier(
     else:
         spec, origin = tier, "this program"
         check_contract_version(spec, None)
-    config = parse_tier_config(name, spec.config_model, settings)
+    config = _parse(spec, origin, name, settings)
     limits = _limits(spec, origin, config)
     if namespace.block_bytes != primary.block_bytes:
         raise NamespaceError(
@@ -123,24 +123,40 @@ def open_tier(
     return OpenTier(name, spec, limits, _construct(spec, origin, context))
 
 
+def _parse(spec: TierSpec, origin: str, name: str, settings: Mapping[str, Any]) -> TierConfig:
+    try:
+        return parse_tier_config(name, spec.config_model, settings)
+    except KVCoreError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a validator of the plugin may raise anything
+        # Neither its words nor its traceback: which of the settings are secrets is not known yet.
+        raise _broken(
+            spec, origin, f"fails while it validates its settings ({type(error).__name__})"
+        ) from None
+
+
 def _limits(spec: TierSpec, origin: str, config: TierConfig) -> TierLimits:
     try:
         limits: object = spec.limits(config)
-    except KVCoreError:
+    except (KVCoreError, KeyboardInterrupt):
         raise
-    except Exception as error:  # noqa: BLE001 - raised on, in words without secrets
+    except BaseException as error:  # noqa: BLE001 - an exit, too, ends this plugin only
         raise _broken(
             spec, origin, f"cannot compute its limits ({_without_secrets(error, config)})"
         ) from _harmless(error, config)
     if not isinstance(limits, TierLimits):
-        raise _broken(spec, origin, f"computes its limits as {limits!r}, expected a TierLimits")
+        raise _broken(
+            spec, origin, f"computes its limits as {show_foreign(limits)}, expected a TierLimits"
+        )
     return limits
 
 
 def _construct(spec: TierSpec, origin: str, context: TierContext) -> SecondaryTierManager:
     try:
         manager: object = spec.factory(context)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         cause = _harmless(error, context.config)
         if isinstance(error, KVCoreError) and cause is not None:
             raise
@@ -161,12 +177,12 @@ def _broken(spec: TierSpec, origin: str, problem: str) -> BrokenPluginError:
     )
 
 
-def _without_secrets(error: Exception, config: TierConfig) -> str:
+def _without_secrets(error: BaseException, config: TierConfig) -> str:
     """Describe a foreign error without the secrets that client libraries like to repeat."""
     return config.hide_secrets(describe_foreign(error))
 
 
-def _harmless(error: Exception, config: TierConfig) -> Exception | None:
+def _harmless(error: BaseException, config: TierConfig) -> BaseException | None:
     """Return an error that may be chained, or ``None``: a traceback would print a secret."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
