@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,9 @@ def start(tmp_path: Path, scratch: Path) -> Iterator[Callable[..., subprocess.Po
     """
     processes: list[subprocess.Popen[str]] = []
 
+    # A shell starts its background jobs with SIGINT ignored, and so would be all that we start.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def run(*arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "kv_core", *arguments],
@@ -61,8 +65,9 @@ def start(tmp_path: Path, scratch: Path) -> Iterator[Callable[..., subprocess.Po
     yield run
     for process in processes:
         if process.poll() is None:
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+    signal.signal(signal.SIGINT, interrupt)
 
 
 @pytest.fixture

@@ -78,13 +78,14 @@ def test_an_interrupt_ends_both_processes_of_a_restart(
 ) -> None:
     """Ctrl-C during the second run: both processes clean up, and no report is written."""
     report = storage.parent / "report.json"
-    process = start(*arguments, "--limit=300", "--restart", f"--json={report}")
+    process = start(*arguments, "--limit=400", "--restart", f"--json={report}")
 
-    def second_run_has_begun() -> bool:
-        locks = [lock.name for lock in storage.glob("*/writers/*.lock")]
-        return any(not name.startswith(f"{process.pid}-") for name in locks)
-
-    wait_until(process, second_run_has_begun)
+    # The first run has ended when there is a folder for the report of the second.
+    wait_until(process, lambda: any(scratch.iterdir()))
+    # So the second has to store all again, and its first block shows that its requests run.
+    (blocks,) = storage.glob("*_r0")
+    blocks.rename(storage.parent / "blocks of the first run")
+    wait_until(process, lambda: count_blocks(storage) > 0)
     # As a terminal does it: to every process of the group.
     os.killpg(process.pid, signal.SIGINT)
     assert process.communicate(timeout=30) == ("", "")

@@ -202,10 +202,16 @@ def test_unknown_values_are_refused(field: str, value: object) -> None:
         ("groups", ()),
         ("groups", (GroupGeometry(0, 1, 1),)),
         ("groups", (GroupGeometry(1, 1, -1),)),
+        ("groups", (GroupGeometry(1, 1, 1, sliding_window=0),)),
+        ("groups", (GroupGeometry(1, 1, 1, sliding_window=True),)),
+        ("groups", [GroupGeometry(1, 1, 1)]),
+        ("groups", ({"tokens_per_block": 1},)),
+        ("layout_parallel_invariant", "false"),
+        ("layout_parallel_invariant", 1),
     ],
 )
 def test_impossible_values_are_refused(field: str, value: object) -> None:
-    """Sizes are positive integers, and at least one group exists."""
+    """Sizes are positive integers, at least one group exists, and a word is no truth value."""
     with pytest.raises(NamespaceError, match=field) as caught:
         _changed(**{field: value})
     assert caught.value.field == field

@@ -184,18 +184,34 @@ class Namespace:
                 "of weight updates is counted, or another run's weights could be taken for these",
                 field="epoch_run",
             )
+        invariant: object = self.layout_parallel_invariant
+        if type(invariant) is not bool:
+            # The word "false" is true, and would share blocks between any parallel sizes.
+            raise NamespaceError(
+                "namespace field 'layout_parallel_invariant' must be True or False, found "
+                f"{invariant!r}",
+                field="layout_parallel_invariant",
+            )
         self._check_groups()
 
     def _check_groups(self) -> None:
-        if not self.groups:
+        groups: object = self.groups
+        if not isinstance(groups, tuple) or not groups:
             raise NamespaceError(
-                "namespace field 'groups' is empty: the geometry of at least one KV cache group "
-                "is needed",
+                "namespace field 'groups' must be a tuple with the geometry of at least one KV "
+                f"cache group, found {groups!r}",
                 field="groups",
             )
-        for index, group in enumerate(self.groups):
-            for name in ("tokens_per_block", "bytes_per_block", "num_layers"):
+        for index, group in enumerate(groups):
+            if not isinstance(group, GroupGeometry):
+                raise NamespaceError(
+                    f"namespace field 'groups[{index}]' must be a GroupGeometry, found {group!r}",
+                    field="groups",
+                )
+            for name in ("tokens_per_block", "bytes_per_block", "num_layers", "sliding_window"):
                 number = getattr(group, name)
+                if name == "sliding_window" and number is None:
+                    continue
                 if type(number) is not int or number < 1:
                     raise NamespaceError(
                         f"namespace field 'groups[{index}].{name}' must be a positive integer, "

@@ -133,6 +133,28 @@ def test_defaults_are_inert() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"job_deadline_s": 0},
+        {"job_deadline_s": float("nan")},
+        {"lookup_deadline_s": float("inf")},
+        {"open_deadline_s": "30"},
+        {"error_backoff_s": -0.1},
+        {"visibility_delay_s": None},
+        {"min_retained_blocks": 1.5},
+        {"max_job_keys": 0},
+        {"max_block_bytes": True},
+        {"staging_bytes": -1},
+    ],
+)
+def test_limits_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+    """No deadline that never passes, no job of no keys: the engine acts on these numbers."""
+    fields: dict[str, Any] = {"job_deadline_s": 1.0, "lookup_deadline_s": 1.0, **change}
+    with pytest.raises(ValueError, match=f"limit '{next(iter(change))}' must be"):
+        TierLimits(**fields)
+
+
 def test_events_compare_by_value() -> None:
     """Events are counted and compared in tests of tiers."""
     event = OffloadingEvent((OffloadKey(b"a"),), "fs", removed=False)

@@ -129,6 +129,11 @@ def test_the_entry_point_and_the_type_have_one_name(site: FakeSite) -> None:
     [
         ("config_model=dict", "no subclass of TierConfig"),
         ("capabilities=frozenset({'PERSISTENT'})", "unknown capabilities"),
+        ("capabilities=None", "the capabilities None, expected a frozenset"),
+        (
+            "capabilities=type('Mute', (), {'__repr__': lambda self: 1 / 0})()",
+            "the capabilities an object of type Mute, expected a frozenset",
+        ),
         ("factory=None", "a factory that cannot be called"),
         ("limits=3", "a limits that cannot be called"),
         ("contract='1.0'", "contract version '1.0'"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pydantic import SecretStr
+from pydantic import SecretStr, model_validator
 from typing_extensions import override
 
 from kv_core.contract import (
@@ -256,6 +257,26 @@ def test_an_error_without_a_text_is_still_an_open_error() -> None:
         _open(dataclasses.replace(_SPEC, factory=factory))
 
 
+def test_an_exit_of_a_factory_is_an_open_error() -> None:
+    """A client library that gives up on the whole process does not get it."""
+    with pytest.raises(TierOpenError, match="SystemExit: 3"):
+        _open(dataclasses.replace(_SPEC, factory=lambda _: sys.exit(3)))
+
+
+def test_a_validator_that_breaks_is_told_without_its_words() -> None:
+    """Before the settings are valid nobody knows which of them are secret (CONF-2)."""
+
+    class BreakingConfig(_Config):
+        @model_validator(mode="before")
+        @classmethod
+        def _break(cls, values: dict[str, object]) -> dict[str, object]:
+            raise RuntimeError(str(values))
+
+    with pytest.raises(BrokenPluginError, match=r"its settings \(RuntimeError\)") as caught:
+        _open(dataclasses.replace(_SPEC, config_model=BreakingConfig), token="hunter" + "2")
+    assert "hunter" + "2" not in "".join(traceback.format_exception(caught.value))
+
+
 def test_a_factory_that_makes_no_tier_is_broken() -> None:
     """What comes out of a factory must be a SecondaryTierManager."""
     with pytest.raises(BrokenPluginError, match="makes a dict, which is no SecondaryTierManager"):
@@ -266,5 +287,9 @@ def test_limits_that_fail_or_are_none_are_broken() -> None:
     """Computing the limits is the plugin's duty."""
     with pytest.raises(BrokenPluginError, match="ZeroDivisionError"):
         _open(dataclasses.replace(_SPEC, limits=lambda _: 1 / 0))  # type: ignore[arg-type,return-value]
+    with pytest.raises(BrokenPluginError, match="SystemExit"):
+        _open(dataclasses.replace(_SPEC, limits=lambda _: sys.exit(3)))
+    with pytest.raises(BrokenPluginError, match="limit 'job_deadline_s' must be a number > 0"):
+        _open(depth=0)
     with pytest.raises(BrokenPluginError, match="expected a TierLimits"):
         _open(dataclasses.replace(_SPEC, limits=lambda _: None))  # type: ignore[arg-type,return-value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kv_core.contract import Capability, ReqContext, parse_tier_config
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, TierClosedError
 from kv_core.tierkit.testing import TierDriver, example_key
 from kv_tier_example import ExampleConfig, kv_core_register_tier
 
@@ -182,6 +183,21 @@ def test_a_block_of_another_size_is_damaged() -> None:
         assert replay(driver, set()) == set()
         driver.store(KEYS[:1])
         assert driver.load(KEYS[:1]).success
+
+
+@pytest.mark.parametrize("method", ["touch", "delete", "usage"])
+def test_a_fork_is_refused_by_every_method(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a fork the lock may be held for ever by a thread that is not there (LIFE-6)."""
+    with drive() as driver:
+        arguments = {
+            "touch": ([example_key(0)], driver.request),
+            "delete": ([example_key(0)],),
+            "usage": (),
+        }
+        with monkeypatch.context() as patch, driver.tier._lock:  # type: ignore[attr-defined]
+            patch.setattr(os, "getpid", lambda: -1)
+            with pytest.raises(TierClosedError, match="cannot be used in its fork -1"):
+                getattr(driver.tier, method)(*arguments[method])
 
 
 def test_instances_share_nothing() -> None:

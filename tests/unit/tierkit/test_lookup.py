@@ -74,11 +74,17 @@ class Lab:
         self.lookup.store_finished([key], () if stored else (0,), [ticket])
 
     def fail_load(
-        self, key: OffloadKey, kind: JobErrorKind, *, retired: bool = False, req_id: str = "a"
+        self,
+        key: OffloadKey,
+        kind: JobErrorKind,
+        *,
+        retired: bool = False,
+        req_id: str = "a",
+        ticket: int = 1,
     ) -> None:
         """Fail a load from submit to result."""
         claim = self.lookup.load_submitted([key], req_id)
-        failure = BlockFailure(kind, "injected", 1, retired=retired)
+        failure = BlockFailure(kind, "injected", ticket, retired=retired)
         self.lookup.load_finished([key], {0: failure}, claim)
 
     def counts(self) -> tuple[int, int, int, int]:
@@ -446,6 +452,15 @@ def test_a_failed_load_from_before_a_store_is_history(lab: Lab) -> None:
     lab.store(K0, ticket=2)
     lab.lookup.load_finished([K0], {0: BlockFailure(JobErrorKind.DAMAGED, "injected", 1)}, claim)
     assert lab.ask(K0) is True
+
+
+def test_a_load_that_read_nothing_is_not_excused_by_an_older_store(lab: Lab) -> None:
+    """A store from before a load says nothing about it, although another load was in flight."""
+    lab.lookup.load_submitted([K0], "a")
+    lab.store(K0, ticket=5)
+    lab.know(K0, answer=True)
+    lab.fail_load(K0, JobErrorKind.STALLED, ticket=0)
+    assert lab.ask(K0) is False
 
 
 # -- statistics -----------------------------------------------------------------------------------

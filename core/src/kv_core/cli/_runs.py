@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from kv_core.cli._frame import report as say
+from kv_core.cli._interrupts import interrupts_held_back
 from kv_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ __all__ = [
 
 _STATUSES_WITH_REPORT: Final = frozenset({0, 1})
 _SIGNAL_STATUS: Final = 128
-_OWN_CLEANUP_S: Final = 2.0
+_OWN_CLEANUP_S: Final = 5.0
 _TOLD_CLEANUP_S: Final = 20.0
 
 
@@ -48,9 +49,16 @@ def run_here(
 
     # Advice on a configuration is for engines that serve; `kv-core check-config` gives it too.
     logging.getLogger("kv_core.connector").setLevel(logging.ERROR)
+
+    def run(progress: Callable[[int], None] | None = None) -> ReplayReport:
+        with interrupts_held_back() as check:
+            return replay_trace(
+                trace, config, registry=registry, progress=progress, between_steps=check
+            )
+
     # Not the console's own opinion: FORCE_COLOR, common in CI, would make a pipe a terminal.
     if not show_progress or not sys.stderr.isatty():
-        return replay_trace(trace, config, registry=registry)
+        return run()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -59,12 +67,7 @@ def run_here(
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=len(trace.requests))
-        return replay_trace(
-            trace,
-            config,
-            registry=registry,
-            progress=lambda finished: bar.update(task, completed=finished),
-        )
+        return run(lambda finished: bar.update(task, completed=finished))
 
 
 def run_in_fresh_process(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:

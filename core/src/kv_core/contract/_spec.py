@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -94,6 +95,43 @@ class TierLimits:
     max_block_bytes: int | None = None
     max_job_keys: int | None = None
     staging_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no deadline or size can have: the engine would wait for ever.
+
+        Raises:
+            ValueError: A number is out of range, or is none.
+        """
+        for name in ("job_deadline_s", "lookup_deadline_s", "open_deadline_s"):
+            self._check(name, float, above=0)
+        for name in ("error_backoff_s", "visibility_delay_s"):
+            self._check(name, float, least=0)
+        for name in ("min_retained_blocks", "staging_bytes"):
+            self._check(name, int, least=0)
+        for name in ("max_block_bytes", "max_job_keys"):
+            if getattr(self, name) is not None:
+                self._check(name, int, least=1)
+
+    def _check(
+        self,
+        name: str,
+        kind: type[int | float],
+        *,
+        least: int = 0,
+        above: int | None = None,
+    ) -> None:
+        number: Any = getattr(self, name)
+        if (
+            isinstance(number, (int, kind))
+            and not isinstance(number, bool)
+            and math.isfinite(number)
+            and number >= least
+            and (above is None or number > above)
+        ):
+            return
+        sort = "an integer" if kind is int else "a number"
+        bound = f">= {least}" if above is None else f"> {above}"
+        raise ValueError(f"limit {name!r} must be {sort} {bound}, found {number!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

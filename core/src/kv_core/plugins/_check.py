@@ -11,7 +11,7 @@ from pydantic_core import to_jsonable_python
 from kv_core.contract import TierConfig, TierLimits, TierSpec, parse_tier_config
 from kv_core.errors import BrokenPluginError, KVCoreError
 from kv_core.plugins._contract_version import check_contract_version
-from kv_core.plugins._foreign import describe_foreign
+from kv_core.plugins._foreign import describe_foreign, show_foreign
 from kv_core.plugins._registry import TierRegistry
 
 if TYPE_CHECKING:
@@ -84,21 +84,35 @@ def check_tier(
     else:
         spec, origin = tier, "this program"
         check_contract_version(spec, None)
-    config = parse_tier_config(name, spec.config_model, settings)
+    config = _parse(spec, origin, name, settings)
     return CheckedTier(name, spec, origin, config, _limits(spec, origin, config))
+
+
+def _parse(spec: TierSpec, origin: str, name: str, settings: Mapping[str, Any]) -> TierConfig:
+    try:
+        return parse_tier_config(name, spec.config_model, settings)
+    except KVCoreError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a validator of the plugin may raise anything
+        # Neither its words nor its traceback: which of the settings are secrets is not known yet.
+        raise broken_tier(
+            spec, origin, f"fails while it validates its settings ({type(error).__name__})"
+        ) from None
 
 
 def _limits(spec: TierSpec, origin: str, config: TierConfig) -> TierLimits:
     try:
         limits: object = spec.limits(config)
-    except KVCoreError:
+    except (KVCoreError, KeyboardInterrupt):
         raise
-    except Exception as error:  # noqa: BLE001 - raised on, in words without secrets
+    except BaseException as error:  # noqa: BLE001 - an exit, too, ends this plugin only
         raise broken_tier(
             spec, origin, f"cannot compute its limits ({describe_error(error, config)})"
         ) from harmless_cause(error, config)
     if not isinstance(limits, TierLimits):
-        raise broken_tier(spec, origin, f"computes its limits as {limits!r}, expected a TierLimits")
+        raise broken_tier(
+            spec, origin, f"computes its limits as {show_foreign(limits)}, expected a TierLimits"
+        )
     return limits
 
 
@@ -109,12 +123,12 @@ def broken_tier(spec: TierSpec, origin: str, problem: str) -> BrokenPluginError:
     )
 
 
-def describe_error(error: Exception, config: TierConfig) -> str:
+def describe_error(error: BaseException, config: TierConfig) -> str:
     """Describe a foreign error without the secrets that client libraries like to repeat."""
     return config.hide_secrets(describe_foreign(error))
 
 
-def harmless_cause(error: Exception, config: TierConfig) -> Exception | None:
+def harmless_cause(error: BaseException, config: TierConfig) -> BaseException | None:
     """Return an error that may be chained, or ``None``: a traceback would print a secret."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Set as AbstractSet
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -13,7 +14,7 @@ from kv_core.contract import Capability, TierConfig, TierSpec
 from kv_core.errors import BrokenPluginError, KVCoreError
 from kv_core.plugins import hookspecs
 from kv_core.plugins._contract_version import check_contract_version
-from kv_core.plugins._foreign import describe_foreign
+from kv_core.plugins._foreign import describe_foreign, show_foreign
 from kv_core.plugins._settings import RESERVED_KEYS
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def register_tier(hooks: Hooks, installed: InstalledTier) -> TierSpec:
     if not isinstance(spec, TierSpec):
         raise _broken(
             installed,
-            f"returned {spec!r} from kv_core_register_tier, expected a kv_core.contract.TierSpec",
+            f"returned {show_foreign(spec)} from kv_core_register_tier, expected a "
+            "kv_core.contract.TierSpec",
         )
     if spec.type != installed.type:
         raise _broken(
@@ -125,7 +127,9 @@ def _check_declarations(spec: TierSpec, installed: InstalledTier) -> None:
     # Plugins are not type-checked by us: what they hand over is looked at before it is used.
     model: Any = spec.config_model
     if not (isinstance(model, type) and issubclass(model, TierConfig)):
-        raise _broken(installed, f"declares the config model {model!r}, no subclass of TierConfig")
+        raise _broken(
+            installed, f"declares the config model {show_foreign(model)}, no subclass of TierConfig"
+        )
     reserved = sorted(RESERVED_KEYS & set(model.model_fields))
     if reserved:
         raise _broken(
@@ -133,10 +137,15 @@ def _check_declarations(spec: TierSpec, installed: InstalledTier) -> None:
             f"has a setting named {', '.join(map(repr, reserved))}; these names belong to the "
             "engine and never reach a tier",
         )
-    capabilities: frozenset[Any] = spec.capabilities
+    capabilities: Any = spec.capabilities
+    if not isinstance(capabilities, AbstractSet):
+        raise _broken(
+            installed,
+            f"declares the capabilities {show_foreign(capabilities)}, expected a frozenset",
+        )
     unknown = [item for item in capabilities if not isinstance(item, Capability)]
     if unknown:
-        raise _broken(installed, f"declares unknown capabilities: {unknown!r}")
+        raise _broken(installed, f"declares unknown capabilities: {show_foreign(unknown)}")
     for name in ("factory", "limits"):
         if not callable(getattr(spec, name)):
             raise _broken(installed, f"declares a {name} that cannot be called")

@@ -119,7 +119,9 @@ def _construct(checked: CheckedTier, context: TierContext) -> SecondaryTierManag
     spec = checked.spec
     try:
         manager: object = spec.factory(context)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         cause = harmless_cause(error, context.config)
         if isinstance(error, KVCoreError) and cause is not None:
             raise

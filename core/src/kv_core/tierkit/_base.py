@@ -182,11 +182,25 @@ class KitTier(SecondaryTierManager):
         if self.emits_events:
             self._events.append((key, True))
 
+    def check_process(self) -> None:
+        """Refuse to work in a fork. Call it first in every method of the contract you override.
+
+        Raises:
+            TierClosedError: This is not the process that opened the tier: it has none of the
+                threads, and locks may be held in it for ever.
+        """
+        if os.getpid() != self._pid:
+            raise TierClosedError(
+                f"tier {self.context.tier_name!r} was opened by process {self._pid} and cannot be "
+                f"used in its fork {os.getpid()}, which has none of its threads: open the tier in "
+                "the process that uses it"
+            )
+
     # -- lookup ---------------------------------------------------------------------------------
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupAnswer:
-        self._check_process()
+        self.check_process()
         if self._closed:
             return ABSENT
         return self._lookups.ask(key, req_context.req_id)
@@ -195,7 +209,7 @@ class KitTier(SecondaryTierManager):
     def lookup_many(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> list[LookupAnswer]:
-        self._check_process()
+        self.check_process()
         if self._closed:
             return [ABSENT] * len(keys)
         return self._lookups.ask_many(keys, req_context.req_id)
@@ -204,7 +218,7 @@ class KitTier(SecondaryTierManager):
 
     @override
     def submit_store(self, job: JobMetadata) -> None:
-        self._check_process()
+        self.check_process()
         entry = self._ledger.admit(job)
         if self._closed:
             self._ledger.refuse(entry, _CLOSED)
@@ -215,7 +229,7 @@ class KitTier(SecondaryTierManager):
 
     @override
     def submit_load(self, job: JobMetadata) -> None:
-        self._check_process()
+        self.check_process()
         entry = self._ledger.admit(job)
         if self._closed:
             self._ledger.refuse(entry, _CLOSED)
@@ -225,7 +239,7 @@ class KitTier(SecondaryTierManager):
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        self._check_process()
+        self.check_process()
         jobs = self._ledger.collect()
         if not jobs:
             return ()
@@ -247,7 +261,7 @@ class KitTier(SecondaryTierManager):
 
     @override
     def drain_jobs(self) -> Collection[JobId]:
-        self._check_process()
+        self.check_process()
         patience_s = self.config.job_deadline_s * _PATIENCE
         if not self._ledger.wait_until_idle(patience_s):
             self._ledger.cancel("cancelled by a drain")
@@ -258,31 +272,31 @@ class KitTier(SecondaryTierManager):
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._check_process()
+        self.check_process()
         self._lookups.request_started(req_context.req_id)
         return RequestOffloadingContext()
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._check_process()
+        self.check_process()
         self._lookups.request_finished(req_context.req_id)
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._check_process()
+        self.check_process()
         if not self._closed:
             self._lookups.end_step()
 
     @override
     def has_pending_work(self) -> bool:
-        self._check_process()
+        self.check_process()
         return self._ledger.has_jobs() or (not self._closed and self._lookups.has_open_questions())
 
     # -- observation ----------------------------------------------------------------------------
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        self._check_process()
+        self.check_process()
         events: list[OffloadingEvent] = []
         run: list[OffloadKey] = []
         run_removed = False
@@ -299,7 +313,7 @@ class KitTier(SecondaryTierManager):
 
     @override
     def get_stats(self) -> Mapping[str, float]:
-        self._check_process()
+        self.check_process()
         return {
             **self._lookups.stats(),
             "store_failures": float(self._store_failures),
@@ -311,7 +325,7 @@ class KitTier(SecondaryTierManager):
 
     @override
     def shutdown(self) -> Collection[JobId]:
-        self._check_process()
+        self.check_process()
         if not self._released:
             first = not self._closed
             self._closed = True
@@ -332,11 +346,3 @@ class KitTier(SecondaryTierManager):
             # Also when a lookup is stuck: that one has no business with the memory.
             self._source.release()
         return unfinished
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise TierClosedError(
-                f"tier {self.context.tier_name!r} was opened by process {self._pid} and cannot be "
-                f"used in its fork {os.getpid()}, which has none of its threads: open the tier in "
-                "the process that uses it"
-            )

@@ -49,7 +49,8 @@ class BlockFailure:
     Attributes:
         kind: What went wrong.
         message: One line for the log.
-        ticket: Drawn before the object was read; see :class:`~kv_core.tierkit.AsyncLookup`.
+        ticket: Drawn before the object was read, 0 when it was not read; see
+            :class:`~kv_core.tierkit.AsyncLookup`.
         retired: A failed load only: whether the bad object was removed, so that a probe tells
             the truth again.
     """

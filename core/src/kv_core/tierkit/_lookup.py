@@ -454,7 +454,7 @@ class AsyncLookup:
                 self._stored_at.pop(key, None)
 
     def _note_failed_load(self, key: OffloadKey, failure: BlockFailure) -> None:
-        if failure.ticket < self._stored_at.get(key, -1):
+        if 0 < failure.ticket < self._stored_at.get(key, -1):
             # A store that began after the failed read has put a good object there since.
             return
         entry = self._entries.get(key)

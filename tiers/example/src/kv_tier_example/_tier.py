@@ -90,6 +90,7 @@ class ExampleTier(ThreadedTier):
 
     @override
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.check_process()
         with self._lock:
             # Last key first, so that a prefix is evicted from its tail.
             for key in reversed(keys):
@@ -98,12 +99,14 @@ class ExampleTier(ThreadedTier):
 
     @override
     def delete(self, keys: Sequence[OffloadKey]) -> None:
+        self.check_process()
         with self._lock:
             for key in keys:
                 self._drop(key)
 
     @override
     def usage(self) -> TierUsage:
+        self.check_process()
         with self._lock:
             blocks = len(self._blocks)
         return TierUsage(

@@ -52,6 +52,7 @@ def replay_trace(
     *,
     registry: TierRegistry | None = None,
     progress: Callable[[int], None] | None = None,
+    between_steps: Callable[[], None] | None = None,
 ) -> ReplayReport:
     """Replay a trace and release everything again.
 
@@ -60,6 +61,7 @@ def replay_trace(
         config: Sizes and limits.
         registry: Where tier types are looked up; by default what is installed.
         progress: Called with the number of finished requests, now and then.
+        between_steps: Called before every step. What it raises ends the replay.
 
     Raises:
         RequestTooLargeError: A request does not fit the GPU pool.
@@ -67,7 +69,7 @@ def replay_trace(
     """
     engine = ReplayEngine(trace, config, registry=registry)
     try:
-        return engine.run(progress)
+        return engine.run(progress, between_steps)
     except BaseException as error:
         _let_go(error)
         raise
@@ -208,11 +210,16 @@ class ReplayEngine:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def run(self, progress: Callable[[int], None] | None = None) -> ReplayReport:
+    def run(
+        self,
+        progress: Callable[[int], None] | None = None,
+        between_steps: Callable[[], None] | None = None,
+    ) -> ReplayReport:
         """Run until every request has finished and every transfer has ended.
 
         Args:
             progress: Called with the number of finished requests after steps that finished one.
+            between_steps: Called before every step. What it raises ends the replay.
 
         Returns:
             The report. ``is_sound`` tells whether all went well; a replay that made no progress
@@ -223,6 +230,8 @@ class ReplayEngine:
         nap_s = _SHORTEST_NAP_S
         finished = 0
         while self._has_work():
+            if between_steps is not None:
+                between_steps()
             if self._run_step():
                 last_progress, nap_s = time.perf_counter(), _SHORTEST_NAP_S
             else:
