@@ -283,7 +283,7 @@ def test_the_line_is_written_before_tiers_are_opened(
     with caplog.at_level(logging.INFO, "kv_core.connector"), pytest.raises(TierOpenError):
         spec.get_manager()
     levels = [(r.name, r.levelname) for r in caplog.records]
-    assert levels == [("kv_core.connector", "INFO"), ("kv_core.connector", "WARNING")]
+    assert levels == [("kv_core.connector", "INFO"), ("kv_core.connector.advice", "WARNING")]
     assert '"settings": {"token": "**********"}' in caplog.text
     assert '"spec_name": "TieringOffloadingSpec"' in caplog.text
     assert SECRET not in caplog.text

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,11 +48,8 @@ def run_here(
 
     from kv_core.workload.replay import replay_trace
 
-    # Advice on a configuration is for engines that serve; `kv-core check-config` gives it too.
-    logging.getLogger("kv_core.connector").setLevel(logging.ERROR)
-
     def run(progress: Callable[[int], None] | None = None) -> ReplayReport:
-        with interrupts_held_back() as check:
+        with interrupts_held_back() as check, _without_advice():
             return replay_trace(
                 trace, config, registry=registry, progress=progress, between_steps=check
             )
@@ -68,6 +66,21 @@ def run_here(
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=len(trace.requests))
         return run(lambda finished: bar.update(task, completed=finished))
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep advice on the configuration out: it is for engines that serve.
+
+    ``kv-core check-config`` gives it too.
+    """
+    logger = logging.getLogger("kv_core.connector.advice")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def run_in_fresh_process(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:

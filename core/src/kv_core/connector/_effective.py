@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["effective_config", "log_start"]
 
 _LOGGER: Final = logging.getLogger("kv_core.connector")
+_ADVICE_LOGGER: Final = logging.getLogger("kv_core.connector.advice")
 
 
 def effective_config(settings: OffloadingSettings, tiers: Iterable[CheckedTier]) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def log_start(settings: OffloadingSettings, tiers: Sequence[CheckedTier]) -> Non
     )
     unbounded = [advice.message for advice in unbounded_tiers(settings, tiers)]
     if unbounded:
-        _LOGGER.warning("%s", "; ".join(unbounded))
+        _ADVICE_LOGGER.warning("%s", "; ".join(unbounded))
 
 
 def _entry(entry: TierSettings, tier: CheckedTier | None) -> dict[str, Any]:
