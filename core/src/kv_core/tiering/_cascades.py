@@ -159,9 +159,9 @@ class Cascades:
         self._under_way.pop(job.metadata.job_id, None)
         self._primary.complete_read(job.block_ids)
         tier.inflight_store_bytes -= self._bytes(job)
-        failed = [key for key in job.metadata.keys if key not in job.succeeded]
         tier.counts["blocks_stored"] += len(job.succeeded)
-        if failed:
+        if len(job.succeeded) < len(job.metadata.keys):
+            failed = [key for key in job.metadata.keys if key not in job.succeeded]
             declined = job.error is not None and job.error.kind is JobErrorKind.DECLINED
             tier.counts["blocks_declined" if declined else "blocks_failed"] += len(failed)
             self._remember(tier, failed)

@@ -140,6 +140,8 @@ class TieringOffloadingManager(OffloadingManager):
         answer = self._primary.lookup(key, req_context)
         if answer is _MISS and (self._resetting or not self._tiers):
             return answer
+        if answer is _HIT and not self._tiers and not self._requests.has_wishes:
+            return answer
         state = self._requests.state(req_context)
         if not state.may_load:
             return _MISS
@@ -302,7 +304,8 @@ class TieringOffloadingManager(OffloadingManager):
             keys: The blocks.
             given_for: The request for which every tier was given them already.
         """
-        self._told_known.difference_update(keys)
+        if self._told_known:
+            self._told_known.difference_update(keys)
         for parked, wanted in self._parking.take(keys):
             if parked.context.req_id != given_for:
                 tiers = self._tiers_at(parked.tiers)

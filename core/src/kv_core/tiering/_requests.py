@@ -85,6 +85,8 @@ class RequestTable:
         self._waiting: list[int] = []
         self._next_sequence = 0
         self._warned_of_params = False
+        self.has_wishes = False
+        """Whether any request so far had wishes of its own: without, they need no look."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -171,6 +173,7 @@ class RequestTable:
                 )
             return
         state.may_load, state.may_store = load, store
+        self.has_wishes = True
 
 
 def _sequence(state: RequestState) -> int:
