@@ -551,7 +551,7 @@ class TieringMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Let everything end: every request has its answers, and nothing is held."""
         engine, model = self.engine, self.model
-        for tier in engine.tiers:
+        for tier in (*engine.tiers, *self.former):
             tier.raising = set()
         self.end_step(set())
         for copy in model.stores:
@@ -609,7 +609,7 @@ def test_random_steps_keep_the_books_balanced(
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=100,
+            max_examples=150,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),
