@@ -156,7 +156,7 @@ class TieringMachine(RuleBasedStateMachine):
             **SETTINGS,
         )
         self.model = Model(asked=[set() for _ in self.engine.tiers])
-        # Tiers of earlier epochs whose jobs have not all ended.
+        # Tiers of earlier epochs; not all of their jobs have been reported.
         self.former: list[ScriptedTier] = []
 
     def data(self, key: OffloadKey, epoch: int | None = None) -> bytes:
@@ -315,7 +315,7 @@ class TieringMachine(RuleBasedStateMachine):
         if is_epoch:
             model.epoch += 1
             engine.manager.reset(model.epoch)
-            self.former += [tier for tier in before if tier.open_jobs]
+            self.former += before
         else:
             engine.manager.reset_cache()
         for tier in before:
