@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -32,7 +33,6 @@ from kv_core.tiering import TierMode, TierOptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import pytest
     from tests.unit.tiering.conftest import Engine, ScriptedTier
 
     from kv_core.contract import JobMetadata, OffloadKey
@@ -624,6 +624,8 @@ class TieringMachine(RuleBasedStateMachine):
         assert stats["blocks_missed_by_tiers"] <= stats["blocks_cached"]
 
 
+# A failure is shrunk for up to five minutes before it is shown.
+@pytest.mark.timeout(400)
 def test_random_steps_keep_the_books_balanced(
     start: Callable[..., Engine], keys: list[OffloadKey], caplog: pytest.LogCaptureFixture
 ) -> None:
