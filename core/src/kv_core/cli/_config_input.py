@@ -26,6 +26,7 @@ _EXTRA: Final = "kv_connector_extra_config"
 _CONNECTOR: Final = "OffloadingConnector"
 _MULTI: Final = "MultiConnector"
 _ROLE: Final = "kv_both"
+_MARKS_OF_JSON: Final = frozenset('{"\n')
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def _is_json(text: str) -> bool:
 def _text(source: str) -> str:
     if _is_json(source):
         return source
-    data = sys.stdin.buffer.read() if source == _STDIN else Path(source).read_bytes()
+    data = sys.stdin.buffer.read() if source == _STDIN else _read_file(source)
     try:
         # Editors on Windows put a mark first, which is no part of either format.
         return data.decode("utf-8-sig")
@@ -75,12 +76,34 @@ def _text(source: str) -> str:
         raise _unreadable(source, f"byte {error.start} is not UTF-8") from None
 
 
+def _read_file(name: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and not _MARKS_OF_JSON.intersection(name):
+            raise
+        # Text whose quoting went wrong on its way here. It may hold secrets.
+        raise _unreadable(
+            "the argument", "it is no file, and does not begin with '{' like a JSON object"
+        ) from None
+
+
 def _parse(text: str, source: str) -> dict[str, Any]:
     """Parse by content: TOML cannot begin with a brace, and a JSON object has to."""
+    try:
+        return _parse_object(text, source)
+    except RecursionError:
+        raise _unreadable(source, "it is nested too deeply") from None
+
+
+def _parse_object(text: str, source: str) -> dict[str, Any]:
     if _is_json(text):
         try:
             document: dict[str, Any] = json.loads(text, object_pairs_hook=_without_repetitions)
-        except json.JSONDecodeError as error:
+        except ConfigError:
+            raise
+        except ValueError as error:
+            # Also of a number with thousands of digits, which is no error of the syntax.
             raise _unreadable(source, f"it begins like JSON, but {error}") from None
         return document
     if not text.strip():
@@ -89,7 +112,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         raise _unreadable(source, "it is JSON, but no object")
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise _unreadable(
             source, f"it does not begin with '{{' like a JSON object and is no TOML: {error}"
         ) from None
@@ -99,7 +122,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 def _is_other_json(text: str) -> bool:
     try:
         json.loads(text)
-    except json.JSONDecodeError:
+    except ValueError:
         return False
     return True
 

@@ -48,6 +48,7 @@ class _Request:
         matched_after: Tokens that the GPU had when loadable ones were last counted.
         touched: Whether its use of blocks was reported.
         offers_all: Whether a tier wants every block of the request, known ones too.
+        is_outdated: Whether it may hold KV of weights from before a reset to a new epoch.
     """
 
     blocks: RequestBlocks
@@ -57,6 +58,7 @@ class _Request:
     matched_after: int = 0
     touched: bool = False
     offers_all: bool = False
+    is_outdated: bool = False
 
 
 @dataclass(slots=True)
@@ -266,6 +268,9 @@ class OffloadingConnectorScheduler:
 
     def _offer_scheduled(self, scheduled: ScheduledRequest, stores: list[Transfer]) -> None:
         state = self._state(scheduled.request)
+        if scheduled.num_computed_tokens == 0:
+            # It starts from nothing, so nothing of it is of other weights.
+            state.is_outdated = False
         state.block_ids = scheduled.block_ids
         state.computed_tokens = min(
             scheduled.num_computed_tokens + scheduled.num_scheduled_tokens,
@@ -277,6 +282,8 @@ class OffloadingConnectorScheduler:
 
     def _offer(self, state: _Request) -> Transfer | None:
         """Offer the full blocks between the cursors and the computed tokens."""
+        if state.is_outdated:
+            return None
         tokens = min(state.computed_tokens, state.blocks.num_hashed_tokens)
         if self._config.offload_prompt_only:
             tokens = min(tokens, state.blocks.request.num_prompt_tokens)
@@ -433,6 +440,10 @@ class OffloadingConnectorScheduler:
     def reset(self, epoch: int) -> None:
         """Forget everything that was stored before, because the weights have changed.
 
+        Loads in flight bring KV of other weights and are reported as failed. Requests that go on
+        with what they have computed keep it to themselves: it is not stored under the new epoch,
+        and neither is what they compute on top of it.
+
         Args:
             epoch: Counts the weight updates; the same in all processes that share a tier.
 
@@ -446,6 +457,10 @@ class OffloadingConnectorScheduler:
             )
         self._epoch = epoch
         self._manager.reset(epoch)
+        for job in self._jobs.values():
+            job.failed |= job.is_load
+        for state in self._requests.values():
+            state.is_outdated = True
         self._note_reset()
 
     def _note_reset(self) -> None:
@@ -480,12 +495,22 @@ class OffloadingConnectorScheduler:
     def _state(self, request: KVRequest) -> _Request:
         state = self._requests.get(request.req_id)
         if state is None:
+            self._end_namesake(request.req_id)
             blocks = RequestBlocks(request, self._config)
             state = _Request(blocks, [0] * len(self._config.groups))
             self._requests[request.req_id] = state
             policy = self._manager.on_new_request(blocks.context).policy
             state.offers_all = policy is OffloadPolicy.REQUEST_LEVEL
         return state
+
+    def _end_namesake(self, req_id: str) -> None:
+        """End a finished request whose name a new one takes within the step.
+
+        Its last blocks are not offered: it would end, for the manager, after the new one began.
+        """
+        for state in [s for s in self._finished if s.blocks.context.req_id == req_id]:
+            self._finished.remove(state)
+            self._manager.on_request_finished(state.blocks.context)
 
     def _new_job(
         self,

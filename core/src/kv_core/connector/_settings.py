@@ -7,6 +7,7 @@ what happens when it is too small or too large.
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, final
 
@@ -49,7 +50,7 @@ class OffloadingSettings(TieringConfig):
         default=None, min_length=1, description="Module of a spec that kv-core does not bring."
     )
     cpu_bytes_to_use: int = Field(
-        ge=1, description="Size of the primary tier: bytes, or text such as '64GiB'."
+        ge=1, le=2**63 - 1, description="Size of the primary tier: bytes, or text such as '64GiB'."
     )
     block_size: int | None = Field(
         default=None,
@@ -146,6 +147,21 @@ class OffloadingSettings(TieringConfig):
     @classmethod
     def _read_size(cls, value: Any, info: ValidationInfo) -> int:
         return parse_bytes(value, setting=str(info.field_name))
+
+    @field_validator("shm_dir")
+    @classmethod
+    def _check_folder(cls, folder: Path) -> Path:
+        try:
+            usable = b"\0" not in os.fsencode(folder)
+        except UnicodeEncodeError:
+            usable = False
+        if not usable:
+            raise ConfigError(
+                f"'shm_dir': {str(folder)!r} is no path that an operating system can have; give "
+                "a folder on a memory file system, such as '/dev/shm'",
+                setting="shm_dir",
+            )
+        return folder
 
     @field_validator("eviction_policy")
     @classmethod

@@ -51,6 +51,11 @@ class Cascades:
         self._is_closed = False
 
     @property
+    def has_under_way(self) -> bool:
+        """Whether a store is under way that is not overdue."""
+        return bool(self._under_way)
+
+    @property
     def num_missed(self) -> int:
         """Blocks of the primary tier that some tier misses."""
         return len(self._missed)

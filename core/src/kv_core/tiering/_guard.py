@@ -64,6 +64,8 @@ _HEALTH_VALUES: Final = {
     HealthState.DETACHED: 2,
 }
 
+_PASSED_ON: Final = (KeyboardInterrupt, SystemExit)
+
 _ACTIVITIES: Final = {"submit_load": Activity.LOAD, "submit_store": Activity.STORE}
 
 T = TypeVar("T")
@@ -127,7 +129,9 @@ class GuardedTier:
     An exception in a tier costs a recompute, never the engine: each call answers with the
     harmless outcome instead ("absent", "not accepted", "nothing finished"), the exception is
     counted, and the first of every thousand per method is logged with its traceback. Every
-    exception is a failure for the tier's health. So it is with answers that make no sense.
+    exception is a failure for the tier's health. So it is with answers that make no sense. What is
+    contained need not be an ``Exception``: panics of native code and cancelled tasks are none. An
+    interrupt and an exit pass, for they are the engine's own: signals come in a tier's calls, too.
 
     Attributes:
         name: Name of the tier.
@@ -185,7 +189,7 @@ class GuardedTier:
         self._clock = clock
         self._polled_at = clock()
         self._exceptions_by_method: dict[str, int] = {}
-        # The thread of a blocking call that did not come back in time.
+        # The thread of a blocking call that has not come back, as far as is known.
         self._blocking_call: threading.Thread | None = None
 
     def replace(self, former: GuardedTier) -> None:
@@ -202,7 +206,9 @@ class GuardedTier:
             if answer is None:
                 return None
             is_present = bool(answer)
-        except Exception as error:  # noqa: BLE001 - a tier may raise anything; see the class docstring
+        except _PASSED_ON:
+            raise
+        except BaseException as error:  # noqa: BLE001 - see the class docstring
             self._contained("lookup", error)
             self.resolve(key, state, "errors")
             return ABSENT
@@ -233,7 +239,9 @@ class GuardedTier:
                 self._manager.submit_load(metadata)
             else:
                 self._manager.submit_store(metadata)
-        except Exception as error:  # noqa: BLE001 - a tier may raise anything; see the class docstring
+        except _PASSED_ON:
+            raise
+        except BaseException as error:  # noqa: BLE001 - see the class docstring
             del self.jobs[metadata.job_id]
             job.was_taken = False
             self._contained("submit_load" if metadata.is_promotion else "submit_store", error)
@@ -245,15 +253,21 @@ class GuardedTier:
         finished: list[TierJob] = []
         if self._is_blocked():
             return finished
-        polled_before, self._polled_at = self._polled_at, self._clock()
+        polled_before, now = self._polled_at, self._clock()
+        self._polled_at = now
         try:
             # One by one: when the tier raises half-way, what it has reported by then counts.
             for result in self._manager.get_finished_jobs():
                 job = self._take_report(result)
                 if job is not None:
-                    job.busy_s = max(job.busy_s, polled_before - job.metadata.submit_time)
+                    submitted_at = job.metadata.submit_time
+                    # Not what it says alone: some count milliseconds, and some not at all.
+                    busy_s = max(job.busy_s, polled_before - submitted_at)
+                    job.busy_s = min(busy_s, now - submitted_at)
                     finished.append(job)
-        except Exception as error:  # noqa: BLE001 - a tier may raise anything; see the class docstring
+        except _PASSED_ON:
+            raise
+        except BaseException as error:  # noqa: BLE001 - see the class docstring
             self._contained("get_finished_jobs", error)
         return finished
 
@@ -353,24 +367,26 @@ class GuardedTier:
             self._blocking_call.join(deadline_s)
             if self._is_blocked():
                 return tuple(self.jobs)
-        outcomes: queue.SimpleQueue[tuple[JobId, ...] | Exception] = queue.SimpleQueue()
+        outcomes: queue.SimpleQueue[tuple[JobId, ...] | BaseException] = queue.SimpleQueue()
 
         def run() -> None:
             try:
                 outcomes.put(tuple(call() or ()))
-            except Exception as error:  # noqa: BLE001 - handed over; see the class docstring
+            except BaseException as error:  # noqa: BLE001 - handed over; see the class docstring
                 outcomes.put(error)
 
         thread = threading.Thread(target=run, name=f"kv-{method}-{self.name}", daemon=True)
+        # Before the wait: an interrupt may end it, and leaves the thread inside the tier.
+        self._blocking_call = thread
         thread.start()
         try:
             outcome = outcomes.get(timeout=deadline_s)
         except queue.Empty:
-            self._blocking_call = thread
             self.health.detach(f"{method} did not return within {deadline_s:g} s")
             return tuple(self.jobs)
         thread.join()
-        if isinstance(outcome, Exception):
+        self._blocking_call = None
+        if isinstance(outcome, BaseException):
             self._contained(method, outcome)
             return tuple(self.jobs)
         return outcome
@@ -386,11 +402,13 @@ class GuardedTier:
             return default
         try:
             return call()
-        except Exception as error:  # noqa: BLE001 - a tier may raise anything; see the class docstring
+        except _PASSED_ON:
+            raise
+        except BaseException as error:  # noqa: BLE001 - see the class docstring
             self._contained(method, error)
             return default
 
-    def _contained(self, method: str, error: Exception) -> None:
+    def _contained(self, method: str, error: BaseException) -> None:
         """Count an exception and log the first of every thousand."""
         self.exceptions += 1
         count = self._exceptions_by_method.get(method, 0) + 1

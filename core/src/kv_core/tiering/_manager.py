@@ -124,7 +124,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._resetting = False
         self._idle_since: float | None = None
         self._is_shut_down = False
-        self._stuck_jobs: list[JobId] = []
+        # Jobs that no shutdown could stop; not known before every tier was shut down.
+        self._stuck_jobs: list[JobId] | None = None
 
     def _guard(self, tier: OpenTier, index: int) -> GuardedTier:
         options = self._options.get(tier.name, TierOptions())
@@ -505,12 +506,19 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _has_live_jobs(self) -> bool:
         """Say whether a job is in flight that is worth stepping for."""
+        if self._promotions.has_under_way or self._cascades.has_under_way:
+            return True
+        # The rest is overdue: worth it for a while.
         now = self._clock() - self._config.quarantine_grace_s
-        return any(
-            not job.is_overdue or job.deadline > now
-            for tier in (*self._tiers, *self._former_tiers)
-            for job in tier.jobs.values()
-        )
+        longest_s = max(self._config.promotion_deadline_s, self._config.store_deadline_s)
+        for tier in (*self._tiers, *self._former_tiers):
+            # From the newest: lost jobs may be many, and all before a very old one are older.
+            for job in reversed(tier.jobs.values()):
+                if job.deadline > now:
+                    return True
+                if job.metadata.submit_time + longest_s <= now:
+                    break
+        return False
 
     # -- resets ---------------------------------------------------------------------------------
 
@@ -626,9 +634,13 @@ class TieringOffloadingManager(OffloadingManager):
             self._is_shut_down = True
             self._cascades.close()
             self._flush_stores()
+            stuck: list[JobId] = []
             for tier in (*self._tiers, *self._former_tiers):
-                self._stuck_jobs.extend(self._shut_down(tier))
-        if self._stuck_jobs:
+                stuck.extend(self._shut_down(tier))
+            self._stuck_jobs = stuck
+        if self._stuck_jobs is None:
+            _LOGGER.error("the shutdown was interrupted; the primary tier stays mapped")
+        elif self._stuck_jobs:
             _LOGGER.error(
                 "%d tier job(s) could not be stopped; the primary tier stays mapped",
                 len(self._stuck_jobs),

@@ -81,6 +81,11 @@ class Promotions:
         self._under_way: OrderedDict[JobId, tuple[GuardedTier, TierJob]] = OrderedDict()
 
     @property
+    def has_under_way(self) -> bool:
+        """Whether a load is under way that was not given up."""
+        return bool(self._under_way)
+
+    @property
     def has_queued(self) -> bool:
         """Whether reservations wait for the end of the step."""
         return bool(self._queued)

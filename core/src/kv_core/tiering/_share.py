@@ -116,6 +116,9 @@ class PrimaryShare:
             state.leased_at = now
             self._holders[state.sequence] = state
             insort(self._ages, state.sequence)
+        # A use, of which its load makes no second one. Held but cold blocks would gather where
+        # evictions begin to look.
+        self._primary.touch(keys, state.context)
         block_ids: list[int] = self._primary.prepare_read(keys).tolist()
         state.leases.update(zip(keys, block_ids, strict=True))
         leases_of = self._leases_of

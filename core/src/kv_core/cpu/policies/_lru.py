@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from typing_extensions import override
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from kv_core.keys import OffloadKey
 
 __all__ = ["LRUCachePolicy"]
+
+# Blocks that are in use for long, such as those a stalled tier reads, gather at the cold end. So
+# many may stay there; more are moved away, or every eviction would have to pass all of them.
+_MOST_IN_USE_AT_COLD_END: Final = 128
 
 
 @final
@@ -60,11 +64,14 @@ class LRUCachePolicy(CachePolicy):
     ) -> list[tuple[OffloadKey, int]] | None:
         blocks, ref_counts = self._blocks, self.ref_counts
         victims: list[tuple[OffloadKey, int]] = []
+        in_use: list[OffloadKey] = []
         if count > len(blocks):
             return None
         if count > 0:
             for item in blocks.items():
-                if ref_counts[item[1]] == 0 and item[0] not in protected:
+                if ref_counts[item[1]] != 0:
+                    in_use.append(item[0])
+                elif item[0] not in protected:
                     victims.append(item)
                     if len(victims) == count:
                         break
@@ -72,6 +79,9 @@ class LRUCachePolicy(CachePolicy):
                 return None
         for key, _ in victims:
             del blocks[key]
+        if len(in_use) > _MOST_IN_USE_AT_COLD_END:
+            for key in in_use:
+                blocks.move_to_end(key)
         return victims
 
     @override
