@@ -196,6 +196,38 @@ def test_requests_whose_end_a_tier_cannot_hear_are_forgotten_all_the_same(engine
     assert len(engine.manager._requests) == 0
 
 
+def test_the_reason_of_a_failed_job_is_said(
+    start: Callable[..., Engine], keys: list[OffloadKey], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tier's own words are in the log, on one line, and in the reason of its health."""
+    engine = start(degrade_after_failures=1)
+    engine.store("x", keys[0])
+    (job,) = engine.tier.stores
+    error = JobError(JobErrorKind.FAILED, "1 of 1 block(s):\n OSError: " + "far " * 1000)
+    engine.tier.open_jobs.clear()
+    engine.tier.results.append(JobResult(job.job_id, success=False, error=error))
+    engine.end_step()
+    said = "a store failed: 1 of 1 block(s): OSError: far far"
+    degraded, failed = (record.getMessage() for record in caplog.records)
+    assert degraded.startswith(f"tier 'tier0': degraded, was healthy: 1 failures in a row: {said}")
+    assert failed.startswith(f"tier 'tier0': {said}")
+    assert len(failed) < 500
+
+
+def test_an_answer_that_a_block_is_gone_is_said_once(
+    engine: Engine, keys: list[OffloadKey], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not degrade the tier, so nothing else would tell; one line for a thousand jobs."""
+    engine.tier.has(*keys[:2])
+    for req_id, key in zip("ab", keys[:2], strict=True):
+        engine.ask(req_id, key)
+        engine.end_step()
+        engine.tier.finish(engine.tier.loads[-1], good=(), kind=JobErrorKind.MISSING)
+        engine.end_step()
+    (record,) = caplog.records
+    assert record.getMessage() == "tier 'tier0': a load failed (missing): as scripted"
+
+
 def test_the_kinds_of_a_job_error_are_told_apart(
     start: Callable[..., Engine], keys: list[OffloadKey]
 ) -> None:

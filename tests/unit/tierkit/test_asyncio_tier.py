@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from typing_extensions import override
@@ -349,6 +349,28 @@ def test_a_failed_open_leaves_nothing() -> None:
     with pytest.raises(TierOpenError, match="OSError: no such server"):
         TierDriver(BrokenTier, TierKitConfig())
     assert threading.active_count() == before
+
+
+def test_plain_functions_are_named() -> None:
+    """A hook without ``async`` is said to be one, at the start and for each block."""
+
+    class PlainOpen(CoroutineTier):
+        @override
+        def open(self) -> Any:
+            self.closed = 0
+
+    class PlainRead(CoroutineTier):
+        @override
+        def read_block(self, key: OffloadKey, buffer: memoryview) -> Any:
+            buffer[:] = self.blocks[key]
+
+    with pytest.raises(TierOpenError, match="open returned a NoneType, expected a coroutine"):
+        TierDriver(PlainOpen, TierKitConfig())
+    with TierDriver(PlainRead, TierKitConfig()) as driver:
+        assert driver.store(KEYS[:1]).success
+        error = driver.load(KEYS[:1]).error
+    assert error is not None
+    assert "write 'async def read_block'" in error.message
 
 
 def test_an_open_that_hangs_ends_at_its_deadline() -> None:

@@ -48,6 +48,7 @@ class Lab:
             clock=self.clock,
             lookup_deadline_s=DEADLINE_S,
             error_backoff_s=BACKOFF_S,
+            tier_name="disk",
         )
 
     def ask(self, key: OffloadKey, req_id: str = "a") -> bool | None:
@@ -284,7 +285,10 @@ def test_an_error_is_no_miss_and_is_asked_again(lab: Lab, caplog: pytest.LogCapt
     lab.know(K0, OSError("injected"))
     assert lab.ask(K0) is False
     assert lab.counts() == (1, 0, 0, 1)
-    assert "OSError: injected" in caplog.text
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "tier 'disk': a lookup failed, answering absent: OSError: injected"
+    )
     lab.clock.turn(BACKOFF_S - 0.001)
     assert lab.ask(K0, "b") is False
     lab.clock.turn(0.001)
@@ -502,6 +506,16 @@ def test_truth_is_enough_of_an_answer(lab: Lab, answer: Any, expected: bool) -> 
     lab.answer(answer)
     assert lab.ask(K0) is expected
     assert lab.counts() == (1, int(expected), int(not expected), 0)
+
+
+def test_a_forgotten_return_is_an_error(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """``None`` is no miss that would hide the mistake: it is counted, and the log says it."""
+    lab.ask(K0)
+    nothing: Any = None
+    lab.answer(nothing)
+    assert lab.ask(K0) is False
+    assert lab.counts() == (1, 0, 0, 1)
+    assert "exists returned None, expected True or False" in caplog.text
 
 
 # -- answers at once ------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from kv_core.tierkit.testing import ManualClock, TierDriver, example_key
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_core.contract import OffloadKey, SecondaryTierManager
+    from kv_core.contract import OffloadKey, SecondaryTierManager, TierContext
 
 KEYS = [example_key(number) for number in range(8)]
 WAIT_S = 20.0
@@ -421,8 +421,33 @@ def test_threads_that_cannot_start_close_the_storage(monkeypatch: pytest.MonkeyP
 
 def test_a_config_of_another_kind_is_refused() -> None:
     """The kit needs its own settings."""
-    with pytest.raises(TypeError, match="GateTier needs a config derived from TierKitConfig"):
+    with pytest.raises(TypeError, match=r"GateTier needs a config.*derive the config_model"):
         TierDriver(GateTier, TierConfig())
+
+
+def test_coroutines_are_refused_at_the_start() -> None:
+    """A coroutine that nobody awaits would count as a block that is there and was loaded."""
+
+    class ConfusedTier(GateTier):
+        @override
+        async def exists(self, key: OffloadKey) -> bool:  # type: ignore[override]  # the mistake
+            return True
+
+    with pytest.raises(TierOpenError, match=r"ConfusedTier\.exists is a coroutine.*AsyncioTier"):
+        TierDriver(ConfusedTier, TierKitConfig())
+
+
+def test_a_constructor_that_is_not_called_is_named() -> None:
+    """The first call says what is missing, with an error that takes the tier out of use."""
+
+    class HeadlessTier(GateTier):
+        @override
+        def __init__(self, context: TierContext) -> None:
+            self.context = context
+
+    # The driver announces a request.
+    with pytest.raises(TierClosedError, match=r"HeadlessTier was never opened.*super\(\)"):
+        TierDriver(HeadlessTier, TierKitConfig())
 
 
 def test_two_tiers_do_not_interfere() -> None:

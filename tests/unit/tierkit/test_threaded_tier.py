@@ -6,7 +6,7 @@ import errno
 import gc
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from typing_extensions import override
@@ -218,6 +218,30 @@ def test_load_errors_have_kinds(
     assert list(result.successful_keys) == [KEYS[0], *KEYS[2:]]
     tier.read_errors.clear()
     assert driver.load(KEYS).success
+
+
+def test_bytes_that_are_returned_are_no_loaded_block() -> None:
+    """A hook that returns the bytes has not written them: the block fails, and is told why."""
+
+    class ReturningTier(DictTier):
+        @override
+        def read_block(self, key: OffloadKey, buffer: memoryview) -> Any:
+            return self.blocks[key]
+
+        @override
+        def write_block(self, key: OffloadKey, data: memoryview) -> Any:
+            super().write_block(key, data)
+            return "stored"
+
+    with drive(ReturningTier) as driver:
+        stored = driver.store(KEYS[:1])
+        loaded = driver.load(KEYS[:1])
+    assert (stored.success, loaded.success) == (False, False)
+    assert stored.error is not None
+    assert loaded.error is not None
+    assert "write_block returned a str, expected None or the number" in stored.error.message
+    assert "read_block returned a bytes, expected None or the number" in loaded.error.message
+    assert loaded.error.kind is JobErrorKind.FAILED
 
 
 def test_the_most_serious_kind_is_reported(driver: TierDriver, tier: DictTier) -> None:

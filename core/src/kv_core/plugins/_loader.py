@@ -14,7 +14,7 @@ from kv_core.contract import Capability, TierConfig, TierSpec
 from kv_core.errors import BrokenPluginError, KVCoreError
 from kv_core.plugins import hookspecs
 from kv_core.plugins._contract_version import check_contract_version
-from kv_core.plugins._foreign import describe_foreign, show_foreign
+from kv_core.plugins._foreign import describe_foreign, locate_foreign, show_foreign
 from kv_core.plugins._settings import RESERVED_KEYS
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def load_plugin(installed: InstalledTier) -> Hooks:
     except BaseException as error:  # even an exit at import ends this plugin only
         raise _broken(
             installed,
-            f"does not import ({describe_foreign(error)}). Repair it with 'pip install "
+            f"does not import ({_describe(error)}). Repair it with 'pip install "
             f"--force-reinstall {installed.distribution}' or remove it with 'pip uninstall "
             f"{installed.distribution}'",
         ) from error
@@ -84,9 +84,7 @@ def register_tier(hooks: Hooks, installed: InstalledTier) -> TierSpec:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # as at import: a plugin ends only itself
-        raise _broken(
-            installed, f"fails in kv_core_register_tier ({describe_foreign(error)})"
-        ) from error
+        raise _broken(installed, f"fails in kv_core_register_tier ({_describe(error)})") from error
     if not isinstance(spec, TierSpec):
         raise _broken(
             installed,
@@ -128,7 +126,10 @@ def _check_declarations(spec: TierSpec, installed: InstalledTier) -> None:
     model: Any = spec.config_model
     if not (isinstance(model, type) and issubclass(model, TierConfig)):
         raise _broken(
-            installed, f"declares the config model {show_foreign(model)}, no subclass of TierConfig"
+            installed,
+            f"declares the config model {show_foreign(model)}, no subclass of TierConfig. "
+            "Derive it from kv_core.contract.TierConfig, or for a tier made with the kit from "
+            "kv_core.tierkit.TierKitConfig",
         )
     reserved = sorted(RESERVED_KEYS & set(model.model_fields))
     if reserved:
@@ -149,6 +150,10 @@ def _check_declarations(spec: TierSpec, installed: InstalledTier) -> None:
     for name in ("factory", "limits"):
         if not callable(getattr(spec, name)):
             raise _broken(installed, f"declares a {name} that cannot be called")
+
+
+def _describe(error: BaseException) -> str:
+    return f"{describe_foreign(error)}{locate_foreign(error)}"
 
 
 def _hook_list() -> str:

@@ -45,6 +45,7 @@ __all__ = ["GuardedTier", "TierJob"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LOG_EVERY: Final = 1000
+_MESSAGE_CHARS: Final = 400
 _COUNTS: Final = (
     "hits",
     "misses",
@@ -121,6 +122,20 @@ class TierJob:
         self.succeeded: frozenset[OffloadKey] = frozenset()
         self.error: JobError | None = None
 
+    def describe_failure(self) -> str:
+        """Say in one line what went wrong, in the words of the tier."""
+        activity = "load" if self.metadata.is_promotion else "store"
+        failure = f"a {activity} failed"
+        if self.error is None:
+            return failure
+        if self.error.kind is not JobErrorKind.FAILED:
+            failure = f"{failure} ({self.error.kind.value})"
+        message: object = self.error.message
+        if not isinstance(message, str):
+            return failure
+        # A tier of one's own may hand over a page.
+        return f"{failure}: {' '.join(message[:_MESSAGE_CHARS].split())}"
+
 
 @final
 class GuardedTier:
@@ -151,6 +166,7 @@ class GuardedTier:
         "_blocking_call",
         "_clock",
         "_exceptions_by_method",
+        "_failed_jobs",
         "_manager",
         "_polled_at",
         "counts",
@@ -189,6 +205,7 @@ class GuardedTier:
         self._clock = clock
         self._polled_at = clock()
         self._exceptions_by_method: dict[str, int] = {}
+        self._failed_jobs = 0
         # The thread of a blocking call that has not come back, as far as is known.
         self._blocking_call: threading.Thread | None = None
 
@@ -293,6 +310,12 @@ class GuardedTier:
             job.succeeded = frozenset()
             self._contained("get_finished_jobs", error)
         return job
+
+    def note_failed_job(self, failure: str) -> None:
+        """Log the first of every thousand jobs that failed, for whatever the tier says of it."""
+        self._failed_jobs += 1
+        if self._failed_jobs % _LOG_EVERY == 1:
+            _LOGGER.warning("tier %r: %s", self.name, failure)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Announce a request; an exception, or no policy, is the default policy."""

@@ -407,9 +407,9 @@ class TieringOffloadingManager(OffloadingManager):
             if is_complete or kind in _ANSWERED:
                 tier.health.succeeded(activity)
             elif kind not in _HARMLESS:
-                tier.health.failed(
-                    activity, f"a {activity.value} {'failed' if kind is None else kind.value}"
-                )
+                tier.health.failed(activity, job.describe_failure())
+            if not is_complete and kind not in _HARMLESS:
+                tier.note_failed_job(job.describe_failure())
         tier.health.settled(job.metadata.job_id)
         if activity is Activity.STORE:
             if is_complete:

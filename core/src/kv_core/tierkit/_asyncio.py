@@ -7,12 +7,13 @@ thread reaches it only through :mod:`kv_core.tierkit._loop`.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from abc import abstractmethod
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar, Final, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 
 from typing_extensions import override
 
@@ -22,6 +23,7 @@ from kv_core.tierkit._errors import (
     RETIRING_KINDS,
     BlockFailure,
     load_error_kind,
+    moved_bytes,
     store_error_kind,
     without_frames,
 )
@@ -29,7 +31,6 @@ from kv_core.tierkit._loop import LoopExecutor, LoopProber, LoopThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
-    from typing import Any
 
     from kv_core.contract import OffloadKey, PrimaryView
     from kv_core.tierkit._jobs import Chunk, Executor, Job
@@ -108,7 +109,9 @@ class AsyncioTier(KitTier):
         end = time.monotonic() + self.open_deadline_s
         try:
             # The deadline covers the closing of what does not open.
-            self._thread.run(self.open(), self.open_deadline_s * _OPEN_SHARE)
+            opening = self.open()
+            _expect_coroutine("open", opening)
+            self._thread.run(opening, self.open_deadline_s * _OPEN_SHARE)
         except BaseException:
             self._close(max(0.1, end - time.monotonic()))
             self._thread.stop(max(0.1, end - time.monotonic()))
@@ -136,7 +139,9 @@ class AsyncioTier(KitTier):
 
     def _close(self, timeout_s: float) -> None:
         try:
-            self._thread.run(self.close(), timeout_s)
+            closing = self.close()
+            _expect_coroutine("close", closing)
+            self._thread.run(closing, timeout_s)
         except Exception as error:  # noqa: BLE001 - must not hide why the storage is given up
             logger.error(  # noqa: TRY400 - a traceback would repeat secrets
                 "tier %r: close() raised: %s", self.context.tier_name, self._describe(error)
@@ -146,7 +151,9 @@ class AsyncioTier(KitTier):
 
     async def _exists(self, key: OffloadKey) -> bool | BaseException:
         try:
-            return await self.exists(key)
+            answer = self.exists(key)
+            _expect_coroutine("exists", answer)
+            return await answer
         except BaseException as error:  # noqa: BLE001 - an error of one key stays with it
             return without_frames(error)
 
@@ -232,11 +239,21 @@ class AsyncioTier(KitTier):
         view = None
         try:
             view = primary.block(block_id)
-            outcome = await hook(key, view)
+            moving = hook(key, view)
+            _expect_coroutine(hook.__name__, moving)
+            outcome = moved_bytes(hook.__name__, await moving)
         except BaseException as error:  # noqa: BLE001 - one block's error fails that block
             outcome = without_frames(error)
         self._give_back(view, hook.__name__)
         return outcome
+
+
+def _expect_coroutine(hook: str, returned: Any) -> None:
+    if not inspect.isawaitable(returned):
+        raise TypeError(
+            f"{hook} returned a {type(returned).__name__}, expected a coroutine: write "
+            f"'async def {hook}', or derive from ThreadedTier"
+        )
 
 
 def _load_kind(error: BaseException) -> JobErrorKind:

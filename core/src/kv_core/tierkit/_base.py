@@ -70,12 +70,16 @@ class KitTier(SecondaryTierManager):
     context: TierContext
     config: TierKitConfig
 
+    # No process has this id: a subclass whose __init__ does not call this one is found out.
+    _pid: int = 0
+
     @override
     def __init__(self, context: TierContext) -> None:
         if not isinstance(context.config, TierKitConfig):
             raise TypeError(
                 f"{type(self).__name__} needs a config derived from TierKitConfig, found "
-                f"{type(context.config).__name__}: pass it as config_model of the TierSpec"
+                f"{type(context.config).__name__}: derive the config_model of the TierSpec from "
+                "kv_core.tierkit.TierKitConfig"
             )
         self.context = context
         self.config = context.config
@@ -107,6 +111,7 @@ class KitTier(SecondaryTierManager):
             error_backoff_s=self.config.error_backoff_s,
             probe_now=self._probe_now(),
             describe=self._describe,
+            tier_name=context.tier_name,
         )
         self._ledger = JobLedger(
             self._executor,
@@ -187,9 +192,14 @@ class KitTier(SecondaryTierManager):
 
         Raises:
             TierClosedError: This is not the process that opened the tier: it has none of the
-                threads, and locks may be held in it for ever.
+                threads, and locks may be held in it for ever. Or the tier was never opened.
         """
         if os.getpid() != self._pid:
+            if not self._pid:
+                raise TierClosedError(
+                    f"{type(self).__name__} was never opened: its __init__ must call "
+                    "super().__init__(context). What a tier needs at its start can go into open()"
+                )
             raise TierClosedError(
                 f"tier {self.context.tier_name!r} was opened by process {self._pid} and cannot be "
                 f"used in its fork {os.getpid()}, which has none of its threads: open the tier in "

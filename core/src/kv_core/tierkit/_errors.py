@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from kv_core.contract import JobErrorKind
 from kv_core.errors import BlockDamagedError, BlockDeclinedError, BlockMissingError
@@ -77,6 +78,24 @@ def store_error_kind(error: BaseException) -> JobErrorKind:
     if isinstance(error, OSError) and error.errno in _FULL:
         return JobErrorKind.DECLINED
     return JobErrorKind.FAILED
+
+
+def moved_bytes(hook: str, returned: Any) -> int | None:
+    """Return what a hook that moves a block has returned.
+
+    Raises:
+        TypeError: It is no number of bytes. A hook that returns the bytes instead of writing them
+            would otherwise pass for a good one.
+    """
+    if returned is None:
+        return None
+    try:
+        return operator.index(returned)
+    except TypeError:
+        raise TypeError(
+            f"{hook} returned a {type(returned).__name__}, expected None or the number of bytes "
+            "moved; the bytes of a block belong into the buffer"
+        ) from None
 
 
 def without_frames(error: BaseException) -> BaseException:

@@ -42,6 +42,19 @@ Question: TypeAlias = "tuple[OffloadKey, int]"
 engine's thread makes one for every block it has not heard of."""
 
 
+def _definite(answer: object) -> bool:
+    """Return an answer as a truth value.
+
+    Clients answer with numbers, too, and a 0 is as definite as a False.
+
+    Raises:
+        TypeError: It is ``None``: what a function returns that has forgotten to.
+    """
+    if answer is None:
+        raise TypeError("exists returned None, expected True or False: is a 'return' missing?")
+    return bool(answer)
+
+
 class Prober(Protocol):
     """Whoever asks the backend. Both methods return at once."""
 
@@ -141,6 +154,7 @@ class AsyncLookup:
         error_backoff_s: How long an error is remembered.
         probe_now: Answers at once and never blocks; with it the prober is not used.
         describe: Says in one line what went wrong.
+        tier_name: Name of the tier, for the log.
     """
 
     def __init__(
@@ -152,7 +166,9 @@ class AsyncLookup:
         error_backoff_s: float,
         probe_now: Callable[[OffloadKey], bool] | None = None,
         describe: Callable[[BaseException], str] = describe_error,
+        tier_name: str = "unnamed",
     ) -> None:
+        self._tier_name = tier_name
         self._prober = prober
         self._clock = clock
         self._lookup_deadline_s = lookup_deadline_s
@@ -286,7 +302,7 @@ class AsyncLookup:
         if self._probe_now is None:
             raise AssertionError("only called with a probe")
         try:
-            entry.present = bool(self._probe_now(key))
+            entry.present = _definite(self._probe_now(key))
         except Exception as error:  # noqa: BLE001 - whatever the tier raises is an error, no miss
             self._note_error(entry, error, now)
             return _ERROR
@@ -319,10 +335,19 @@ class AsyncLookup:
 
     # -- news from other threads ----------------------------------------------------------------
 
-    def answer(self, question: Question, answer: bool | BaseException) -> None:
-        """Hand in the answer to a question, or the error that came instead. Thread-safe."""
-        # Clients answer with numbers, too, and a 0 is as definite as a False.
-        known = answer if isinstance(answer, BaseException) else bool(answer)
+    def answer(self, question: Question, answer: bool | BaseException | None) -> None:
+        """Hand in the answer to a question, or the error that came instead. Thread-safe.
+
+        ``None`` is what a function returns that has forgotten its answer, and counts as an error.
+        """
+        known: bool | BaseException
+        if isinstance(answer, BaseException):
+            known = answer
+        else:
+            try:
+                known = _definite(answer)
+            except TypeError as error:
+                known = error.with_traceback(None)
         self._inbox.append((question, known))
 
     def removed(self, key: OffloadKey, ticket: int) -> None:
@@ -356,12 +381,23 @@ class AsyncLookup:
         entry.present = None
         entry.retry_at = now + self._error_backoff_s
         if self._warn.due():
-            logger.warning("a lookup failed, answering absent: %s", self._describe(error))
+            logger.warning(
+                "tier %r: a lookup failed, answering absent: %s",
+                self._tier_name,
+                self._describe(error),
+            )
 
     def _give_up(self, key: OffloadKey, entry: _Entry, now: float) -> None:
         self._withdraw(key, entry)
         entry.present = None
         entry.retry_at = now + self._error_backoff_s
+        if self._warn.due():
+            logger.warning(
+                "tier %r: a lookup was not answered within %g s (lookup_deadline_s), answering "
+                "absent",
+                self._tier_name,
+                self._lookup_deadline_s,
+            )
 
     def _withdraw(self, key: OffloadKey, entry: _Entry) -> None:
         """Make an open question worthless."""

@@ -8,6 +8,7 @@ fresh object is never retired in the place of the bad one.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from abc import abstractmethod
@@ -21,6 +22,7 @@ from kv_core.tierkit._errors import (
     RETIRING_KINDS,
     BlockFailure,
     load_error_kind,
+    moved_bytes,
     store_error_kind,
     without_frames,
 )
@@ -40,6 +42,7 @@ __all__ = ["ThreadedTier"]
 logger = logging.getLogger(__name__)
 
 _PROBE_THREADS: Final = 2
+_HOOKS: Final = ("exists", "exists_many", "read_block", "write_block", "retire", "open", "close")
 
 
 @final
@@ -150,6 +153,7 @@ class ThreadedTier(KitTier):
 
     @override
     def _open(self) -> tuple[Executor, Prober]:
+        self._refuse_coroutines()
         name = f"kv-{self.context.tier_name}"
         self._locks = KeyLocks()
         self._pool = LoadFirstPool(self.config.io_threads, name=f"{name}-io")
@@ -163,6 +167,15 @@ class ThreadedTier(KitTier):
             self._close()
             raise
         return _PoolExecutor(self._pool), self._probes
+
+    def _refuse_coroutines(self) -> None:
+        # Unawaited, one would count as "present", and as a load that has filled its buffer.
+        for hook in _HOOKS:
+            if inspect.iscoroutinefunction(getattr(self, hook)):
+                raise TypeError(
+                    f"{type(self).__name__}.{hook} is a coroutine, which a ThreadedTier does not "
+                    "await: write 'def' instead of 'async def', or derive from AsyncioTier"
+                )
 
     @override
     def _stop(self, timeout_s: float) -> bool:
@@ -276,7 +289,7 @@ class ThreadedTier(KitTier):
         view = None
         try:
             view = primary.block(block_id)
-            outcome = hook(key, view)
+            outcome = moved_bytes(hook.__name__, hook(key, view))
         except BaseException as error:  # noqa: BLE001 - one block's error fails that block
             outcome = without_frames(error)
         self._give_back(view, hook.__name__)
