@@ -167,6 +167,8 @@ class TieringOffloadingManager(OffloadingManager):
                 continue
             found = tier.lookup(key, state)
             if found:
+                if state.unknown_since:
+                    state.unknown_since.pop((key, tier), None)
                 return self._promotions.reserve(key, tier, state, self._forget)
             if found is None and self._may_still_know(key, tier, state):
                 answer = _RETRY
@@ -191,7 +193,25 @@ class TieringOffloadingManager(OffloadingManager):
         if waited_s > self._config.request_lookup_deadline_s:
             state.gave_up = True
             self._lookup_deadlines_passed += 1
+            self._note_silence(state)
         return state.gave_up
+
+    def _note_silence(self, state: RequestState) -> None:
+        """Hold it against tiers that a request has waited for their answers in vain.
+
+        A tier may declare a longer deadline for its lookups than requests wait. One that never
+        answers would make every request wait to the end, and stay healthy.
+        """
+        asked_before = self._clock() - self._config.request_lookup_deadline_s / 2
+        silent: set[GuardedTier] = set()
+        for (key, tier), since in state.unknown_since.items():
+            if since > asked_before or (key, tier) in state.resolved:
+                continue
+            if tier.health.state is not HealthState.DETACHED:
+                tier.resolve(key, state, "errors")
+                silent.add(tier)
+        for tier in silent:
+            tier.health.failed(Activity.CALL, "a request's lookups were not answered in its time")
 
     @override
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
