@@ -16,7 +16,14 @@ PROJECT_FILES := pyproject.toml $(PACKAGES:%=%/pyproject.toml)
 
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke clean
+# A tier with every fault at once, and deadlines short enough to see them pass.
+HOSTILE := --gpu-blocks 4096 --cpu-bytes 16MiB --tier hostile:max_blocks=200000,seed=5$\
+,raise_rate=0.01,fail_rate=0.05,partial_rate=0.05,late_rate=0.05,lose_rate=0.005$\
+,duplicate_rate=0.1,unknown_rate=0.1,lie_rate=0.02,forget_rate=0.02 \
+--set promotion_deadline_s=0.3 --set store_deadline_s=1 --set request_lookup_deadline_s=1 \
+--set degraded_backoff_s=0.05 --set degraded_backoff_max_s=0.5 --set quarantine_grace_s=0.2
+
+.PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile clean
 
 help:
 	@echo "venv          .venv with all packages, editable"
@@ -27,6 +34,7 @@ help:
 	@echo "test-pythons  unit tests on the other supported interpreters that are found"
 	@echo "wheels        build every wheel and check it alone in a clean environment"
 	@echo "bench-smoke   run every benchmark once, small"
+	@echo "hostile       all recorded traces (KV_CORE_TRACES), whole, over a tier that fails on purpose"
 	@echo "clean         remove all that was made"
 
 # A Python without ensurepip (Debian's without python3-venv) gets its pip from outside.
@@ -78,6 +86,13 @@ wheels: test-tools
 bench-smoke: test-tools
 	@set -e; for script in tests/benchmarks/[a-z]*.py; do \
 	    echo "-- $$script"; $(BIN)/python "$$script" --quick; done
+
+# The tests replay slices of this. What the tier does goes to a file: it is a lot.
+hostile: venv
+	@test -n "$(KV_CORE_TRACES)" || { echo "KV_CORE_TRACES must name the folder of traces"; exit 2; }
+	@set -e; for trace in mooncake/conversation_trace.jsonl ragpulse claude-code; do \
+	    echo "-- $$trace"; \
+	    $(BIN)/kv-core replay "$(KV_CORE_TRACES)/$$trace" $(HOSTILE) 2>$(VENV)/hostile.log; done
 
 clean:
 	rm -rf .venv .venv-3.* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output

@@ -33,6 +33,7 @@ class TinyConfig(TierKitConfig):
     """Settings: those of the kit, and a folder."""
 
     folder: Path
+    """Where the files lie; made when it does not exist."""
 
 
 class TinyTier(ThreadedTier):

@@ -89,7 +89,7 @@ def _settings(spec: TierSpec) -> tuple[_Setting, ...]:
             _type_name(field.annotation),
             field.is_required(),
             _default(field),
-            field.description or "",
+            " ".join((field.description or "").split()),
         )
         for name, field in spec.config_model.model_fields.items()
     )

@@ -21,10 +21,13 @@ class TierConfig(BaseModel):
     """Base of every tier's configuration model.
 
     Unknown keys are refused, instances are frozen, and a validation error never repeats the
-    offending input, which could be a secret. Declare secrets as ``pydantic.SecretStr``.
+    offending input, which could be a secret. Declare secrets as ``pydantic.SecretStr``. The
+    docstring below a field is what ``kv-core tiers`` shows of it.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True
+    )
 
     def hide_secrets(self, text: str) -> str:
         """Return a text with the secrets of this configuration masked (CONF-2).

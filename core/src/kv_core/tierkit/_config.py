@@ -10,20 +10,16 @@ __all__ = ["TierKitConfig"]
 
 
 class TierKitConfig(TierConfig):
-    """Base of the configuration of a tier made with the kit. Add the tier's own settings.
-
-    Attributes:
-        io_threads: Transfers that run at the same time: threads of a ``ThreadedTier``,
-            coroutines of an ``AsyncioTier``. At least two, so that one is always free of stores.
-        job_deadline_s: A job is reported within this many seconds.
-        lookup_deadline_s: A lookup resolves within this many seconds.
-        error_backoff_s: How long the tier may answer "absent" after an error of the backend.
-    """
+    """Base of the configuration of a tier made with the kit. Add the tier's own settings."""
 
     io_threads: int = Field(default=8, ge=2, le=256)
+    """Transfers that run at the same time. At least two, so that one is always free of stores."""
     job_deadline_s: float = Field(default=30.0, gt=0, le=3600, allow_inf_nan=False)
+    """A job is reported within this many seconds."""
     lookup_deadline_s: float = Field(default=5.0, gt=0, le=600, allow_inf_nan=False)
+    """A lookup resolves within this many seconds."""
     error_backoff_s: float = Field(default=1.0, gt=0, le=600, allow_inf_nan=False)
+    """How long the tier may answer "absent" after an error of the backend."""
 
     def limits(
         self,

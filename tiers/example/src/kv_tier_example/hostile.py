@@ -22,33 +22,30 @@ __all__ = ["HostileConfig", "kv_core_register_tier"]
 
 
 class HostileConfig(ExampleConfig):
-    """How often each thing goes wrong: shares of calls or jobs, 0 to 1.
-
-    Attributes:
-        seed: Makes a run repeatable, as far as the timing of threads allows.
-        raise_rate: Calls of any method that raise.
-        fail_rate: Jobs that are reported as failed although they were carried out.
-        partial_rate: Jobs that are reported with every other key only.
-        late_rate: Jobs whose result is held back.
-        late_polls: Polls that a late result misses.
-        lose_rate: Jobs whose result never comes.
-        duplicate_rate: Results that come twice.
-        unknown_rate: Polls that also bring the result of a job that never was.
-        lie_rate: Lookups of absent blocks that are answered with "present".
-        forget_rate: Lookups that are answered with "unknown", whatever the tier knows.
-    """
+    """How often each thing goes wrong: shares of calls or jobs, 0 to 1."""
 
     seed: int = 0
+    """Makes a run repeatable, as far as the timing of threads allows."""
     raise_rate: float = Field(default=0.0, ge=0, le=1)
+    """Calls of any method that raise."""
     fail_rate: float = Field(default=0.0, ge=0, le=1)
+    """Jobs that are reported as failed although they were carried out."""
     partial_rate: float = Field(default=0.0, ge=0, le=1)
+    """Jobs that are reported with every other key only."""
     late_rate: float = Field(default=0.0, ge=0, le=1)
+    """Jobs whose result is held back."""
     late_polls: int = Field(default=50, ge=1)
+    """Polls that a late result misses."""
     lose_rate: float = Field(default=0.0, ge=0, le=1)
+    """Jobs whose result never comes."""
     duplicate_rate: float = Field(default=0.0, ge=0, le=1)
+    """Results that come twice."""
     unknown_rate: float = Field(default=0.0, ge=0, le=1)
+    """Polls that also bring the result of a job that never was."""
     lie_rate: float = Field(default=0.0, ge=0, le=1)
+    """Lookups of absent blocks that are answered with "present"."""
     forget_rate: float = Field(default=0.0, ge=0, le=1)
+    """Lookups that are answered with "unknown", whatever the tier knows."""
 
 
 def _make_tier(context: TierContext) -> SecondaryTierManager:

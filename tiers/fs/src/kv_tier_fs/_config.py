@@ -12,16 +12,14 @@ __all__ = ["FsConfig"]
 
 
 class FsConfig(TierKitConfig):
-    """What an operator can set.
-
-    Attributes:
-        root_dir: Folder of the blocks; made when it does not exist. Several engines, models and
-            hosts may share one.
-        direct_io: Whether to bypass the page cache where the file system allows it.
-    """
+    """What an operator can set."""
 
     root_dir: Path
+    """Folder of the blocks; made when it does not exist. Several engines, models and hosts may
+    share one.
+    """
     direct_io: bool = True
+    """Whether to bypass the page cache where the file system allows it."""
 
     @field_validator("root_dir", mode="before")
     @classmethod
