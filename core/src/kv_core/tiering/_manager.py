@@ -105,6 +105,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._observer = observer
         self._reopen = reopen
         self._options = dict(options or {})
+        self._overdue_limit = config.overdue_blocks(primary.num_blocks, len(tiers))
         self._tiers = [self._guard(tier, index) for index, tier in enumerate(tiers)]
         # Tiers of earlier epochs that have not reported all of their jobs.
         self._former_tiers: list[GuardedTier] = []
@@ -129,7 +130,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _guard(self, tier: OpenTier, index: int) -> GuardedTier:
         options = self._options.get(tier.name, TierOptions())
-        return GuardedTier(tier, index, options, self._config, self._clock)
+        return GuardedTier(
+            tier, index, options, self._config, self._clock, overdue_limit=self._overdue_limit
+        )
 
     # -- lookup and load ------------------------------------------------------------------------
 
@@ -163,7 +166,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Ask the tiers in order; the first that has the block promotes it."""
         answer = _MISS
         for tier in self._tiers:
-            if not tier.health.may_use() or (key, tier) in state.failed:
+            if not tier.may_use() or (key, tier) in state.failed:
                 continue
             found = tier.lookup(key, state)
             if found:
