@@ -131,3 +131,38 @@ def test_a_lost_store_is_worth_stepping_for_only_until_its_grace_ends(
         engine.end_step()
         pending.append(engine.manager.has_pending_work())
     assert pending == [True, True, True, True, False, False]
+
+
+def test_a_tier_that_never_answers_is_degraded_whatever_deadline_it_declares(
+    start: Callable[..., Engine], keys: list[OffloadKey]
+) -> None:
+    """Or every request would wait to its own deadline, for ever."""
+    engine = start(lookup_deadline_s=1e6, request_lookup_deadline_s=30.0)
+    engine.tier.answers = dict.fromkeys(keys)
+    for req_id in ("a", "b", "c"):
+        assert engine.health() == "healthy"
+        assert engine.ask(req_id, *keys[:5]) == ["retry"] * 5
+        engine.end_step()
+        engine.clock.advance(30.1)
+        assert engine.ask(req_id, keys[0]) == ["miss"]
+        engine.finish(req_id)
+    assert engine.health() == "degraded"
+    assert engine.ask("d", keys[0]) == ["miss"]
+    assert engine.tier_stat("engine_errors") == 15
+
+
+def test_a_tier_that_answered_is_not_blamed_for_a_lack_of_room(
+    start: Callable[..., Engine], keys: list[OffloadKey]
+) -> None:
+    """The request waited for a slot, not for the tier."""
+    engine = start(num_blocks=2, lookup_deadline_s=1e6, degrade_after_failures=1)
+    engine.offer("o", keys[8], keys[9])
+    engine.tier.answers = {keys[0]: None, keys[1]: None}
+    assert engine.ask("older", keys[1]) == ["retry"]
+    assert engine.ask("a", keys[0]) == ["retry"]
+    engine.end_step()
+    engine.tier.has(keys[0], keys[1])
+    assert engine.ask("a", keys[0]) == ["retry"]
+    engine.clock.advance(30.1)
+    assert engine.ask("a", keys[0]) == ["miss"]
+    assert engine.health() == "healthy"

@@ -171,13 +171,75 @@ def test_late_duplicates_and_unknown_results_are_ignored(
     assert engine.stats["blocks_pinned"] == 8
 
 
-def test_stalls_in_a_row_degrade_the_tier(engine: Engine, keys: list[OffloadKey]) -> None:
+def test_stalls_in_a_row_degrade_the_tier(
+    start: Callable[..., Engine], keys: list[OffloadKey]
+) -> None:
     """Quarantine is bounded: after the third, no further slot is given to it."""
+    engine = start(num_blocks=16)
     for index in range(3):
         _stall(engine, keys[index], req_id=f"r{index}")
     assert engine.health() == "degraded"
     assert engine.stats["share_blocks_quarantined"] == 3
     assert engine.ask("b", keys[5]) == ["miss"]
+
+
+def test_a_tier_that_loses_jobs_now_and_then_cannot_take_the_share(
+    start: Callable[..., Engine], keys: list[OffloadKey], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It never fails three times in a row; with a third of the share overdue it gets no more."""
+    engine = start(num_blocks=24, num_tiers=2)
+    losing, healthy = engine.tiers
+    for index in range(4):
+        losing.has(keys[20 + index])
+        engine.ask("good", keys[20 + index])
+        engine.end_step()
+        losing.finish(losing.loads[-1])
+        assert engine.ask("good", keys[20 + index]) == ["hit"]
+        engine.load("good", keys[20 + index])
+        engine.finish("good")
+        _stall(engine, keys[index], req_id=f"r{index}")
+    assert engine.health() == "healthy"
+    assert engine.stats["share_blocks_quarantined"] == 4
+    assert engine.tier_stat("overdue_blocks") == 4
+    losing.has(keys[10])
+    assert engine.ask("b", keys[10]) == ["miss"]
+    healthy.has(keys[11])
+    assert engine.ask("b", keys[11]) == ["pending"]
+    (message,) = [text for text in caplog.messages if "gets no more work" in text]
+    assert message.startswith("tier 'tier0' holds 4 block(s) of jobs")
+
+
+def test_a_tier_that_reports_overdue_jobs_gets_work_again(
+    start: Callable[..., Engine], keys: list[OffloadKey]
+) -> None:
+    """Late is better than never: the slots are back, and so is the tier."""
+    engine = start(num_blocks=4)
+    job = _stall(engine, keys[0], req_id="a")
+    engine.tier.has(keys[1])
+    assert engine.ask("b", keys[1]) == ["miss"]
+    engine.end_step()
+    engine.tier.finish(job)
+    engine.end_step()
+    assert engine.tier_stat("overdue_blocks") == 0
+    assert engine.ask("c", keys[1]) == ["pending"]
+
+
+def test_overdue_stores_count_as_well(start: Callable[..., Engine], keys: list[OffloadKey]) -> None:
+    """Stores that are never reported pin their slots; a tier may pin only so many."""
+    engine = start(num_blocks=8, store_deadline_s=5.0)
+    engine.store("a", keys[0], keys[1])
+    (lost,) = engine.tier.stores
+    engine.clock.advance(5.1)
+    engine.end_step()
+    assert engine.tier_stat("overdue_blocks") == 2
+    engine.store("b", keys[2])
+    assert engine.tier.stores == [lost]
+    assert engine.tier_stat("engine_blocks_skipped") == 1
+    engine.tier.finish(lost)
+    engine.end_step()
+    # What it missed is stored when it is of use again.
+    engine.store("c", keys[2], keys[3])
+    assert [job.keys for job in engine.tier.stores[1:]] == [(keys[2],), (keys[3],)]
 
 
 def test_a_tier_that_is_always_late_is_degraded(engine: Engine, keys: list[OffloadKey]) -> None:

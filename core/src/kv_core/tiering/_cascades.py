@@ -96,7 +96,7 @@ class Cascades:
 
     def _admit(self, tier: GuardedTier, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the blocks that go to a tier now; remember the others."""
-        if not tier.health.may_use():
+        if not tier.may_use():
             return self._refuse(tier, keys, 0, "blocks_skipped")
         if not tier.pressure.admits():
             return self._refuse(tier, keys, 0, "blocks_dropped")
@@ -164,6 +164,8 @@ class Cascades:
         self._under_way.pop(job.metadata.job_id, None)
         self._primary.complete_read(job.block_ids)
         tier.inflight_store_bytes -= self._bytes(job)
+        if job.is_overdue:
+            tier.note_overdue(-len(job.block_ids))
         tier.counts["blocks_stored"] += len(job.succeeded)
         if len(job.succeeded) < len(job.metadata.keys):
             failed = [key for key in job.metadata.keys if key not in job.succeeded]
@@ -180,6 +182,7 @@ class Cascades:
             del self._under_way[job_id]
             job.is_overdue = True
             tier.counts["jobs_stalled"] += 1
+            tier.note_overdue(len(job.block_ids))
             tier.pressure.store_failed()
             tier.health.failed(Activity.STORE, "a store was not reported by its deadline")
 

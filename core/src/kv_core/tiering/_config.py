@@ -132,3 +132,10 @@ class TieringConfig(BaseModel):
     def lease_blocks(self, num_blocks: int) -> int:
         """Return the slots that ``lease_share`` comes to in a primary tier of this many."""
         return max(1, int(num_blocks * self.lease_share))
+
+    def overdue_blocks(self, num_blocks: int, num_tiers: int) -> int:
+        """Return the blocks of overdue jobs with which a tier gets no more work.
+
+        So much of the share that however many tiers lose their jobs, a part of it is left.
+        """
+        return max(1, self.lease_blocks(num_blocks) // (num_tiers + 1))

@@ -157,6 +157,8 @@ class GuardedTier:
         pressure: How many of its stores to drop.
         counts: Lookups by outcome and what became of stores, in blocks.
         inflight_store_bytes: Bytes of stores that were not reported yet.
+        overdue_blocks: Blocks of jobs that were not reported by their deadline, nor since. Their
+            slots are out of use, so a tier that has too many of them gets no more work.
         exceptions: Number of exceptions contained so far.
         ignored_results: Number of results that were late, repeated, unknown or no results.
         jobs: Jobs handed over and not yet reported.
@@ -168,6 +170,7 @@ class GuardedTier:
         "_exceptions_by_method",
         "_failed_jobs",
         "_manager",
+        "_overdue_limit",
         "_polled_at",
         "counts",
         "exceptions",
@@ -179,6 +182,7 @@ class GuardedTier:
         "limits",
         "name",
         "options",
+        "overdue_blocks",
         "pressure",
     )
 
@@ -189,6 +193,8 @@ class GuardedTier:
         options: TierOptions,
         config: TieringConfig,
         clock: Clock,
+        *,
+        overdue_limit: int,
     ) -> None:
         self.name = tier.name
         self.index = index
@@ -198,6 +204,8 @@ class GuardedTier:
         self.pressure = StorePressure(config.store_seconds_per_mib, clock)
         self.counts = dict.fromkeys(_COUNTS, 0)
         self.inflight_store_bytes = 0
+        self.overdue_blocks = 0
+        self._overdue_limit = overdue_limit
         self.exceptions = 0
         self.ignored_results = 0
         self.jobs: dict[JobId, TierJob] = {}
@@ -208,6 +216,26 @@ class GuardedTier:
         self._failed_jobs = 0
         # The thread of a blocking call that has not come back, as far as is known.
         self._blocking_call: threading.Thread | None = None
+
+    def may_use(self) -> bool:
+        """Say whether the tier may be asked and given work now."""
+        return self.overdue_blocks < self._overdue_limit and self.health.may_use()
+
+    def note_overdue(self, blocks: int) -> None:
+        """Count blocks of a job that passed its deadline, or less those of one that ended.
+
+        Job by job, a tier that loses one of a thousand never looks ill, and would take the whole
+        primary tier out of use in the end.
+        """
+        before = self.overdue_blocks
+        self.overdue_blocks += blocks
+        if before < self._overdue_limit <= self.overdue_blocks:
+            _LOGGER.warning(
+                "tier %r holds %d block(s) of jobs that it has not reported in time; it gets no "
+                "more work until it reports some of them",
+                self.name,
+                self.overdue_blocks,
+            )
 
     def replace(self, former: GuardedTier) -> None:
         """Take the place of the same tier as it was in another epoch, and go on counting."""
@@ -363,6 +391,7 @@ class GuardedTier:
         stats["health_changes"] = self.health.changes
         stats["store_drop_rate"] = self.pressure.drop_rate()
         stats["inflight_store_bytes"] = self.inflight_store_bytes
+        stats["overdue_blocks"] = self.overdue_blocks
         stats["contained_exceptions"] = self.exceptions
         stats["ignored_results"] = self.ignored_results
         stats["jobs_in_flight"] = len(self.jobs)

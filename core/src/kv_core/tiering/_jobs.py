@@ -79,7 +79,7 @@ def job_ranges(tier: GuardedTier, length: int) -> Iterator[slice]:
         length: Number of keys; no range for no keys.
     """
     start = 0
-    while start < length and tier.health.may_use():
+    while start < length and tier.may_use():
         is_probe = tier.health.state is HealthState.DEGRADED
         stop = min(length, start + (1 if is_probe else tier.limits.max_job_keys or length))
         yield slice(start, stop)

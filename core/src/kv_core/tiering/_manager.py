@@ -105,6 +105,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._observer = observer
         self._reopen = reopen
         self._options = dict(options or {})
+        self._overdue_limit = config.overdue_blocks(primary.num_blocks, len(tiers))
         self._tiers = [self._guard(tier, index) for index, tier in enumerate(tiers)]
         # Tiers of earlier epochs that have not reported all of their jobs.
         self._former_tiers: list[GuardedTier] = []
@@ -129,7 +130,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _guard(self, tier: OpenTier, index: int) -> GuardedTier:
         options = self._options.get(tier.name, TierOptions())
-        return GuardedTier(tier, index, options, self._config, self._clock)
+        return GuardedTier(
+            tier, index, options, self._config, self._clock, overdue_limit=self._overdue_limit
+        )
 
     # -- lookup and load ------------------------------------------------------------------------
 
@@ -163,10 +166,12 @@ class TieringOffloadingManager(OffloadingManager):
         """Ask the tiers in order; the first that has the block promotes it."""
         answer = _MISS
         for tier in self._tiers:
-            if not tier.health.may_use() or (key, tier) in state.failed:
+            if not tier.may_use() or (key, tier) in state.failed:
                 continue
             found = tier.lookup(key, state)
             if found:
+                if state.unknown_since:
+                    state.unknown_since.pop((key, tier), None)
                 return self._promotions.reserve(key, tier, state, self._forget)
             if found is None and self._may_still_know(key, tier, state):
                 answer = _RETRY
@@ -191,7 +196,25 @@ class TieringOffloadingManager(OffloadingManager):
         if waited_s > self._config.request_lookup_deadline_s:
             state.gave_up = True
             self._lookup_deadlines_passed += 1
+            self._note_silence(state)
         return state.gave_up
+
+    def _note_silence(self, state: RequestState) -> None:
+        """Hold it against tiers that a request has waited for their answers in vain.
+
+        A tier may declare a longer deadline for its lookups than requests wait. One that never
+        answers would make every request wait to the end, and stay healthy.
+        """
+        asked_before = self._clock() - self._config.request_lookup_deadline_s / 2
+        silent: set[GuardedTier] = set()
+        for (key, tier), since in state.unknown_since.items():
+            if since > asked_before or (key, tier) in state.resolved:
+                continue
+            if tier.health.state is not HealthState.DETACHED:
+                tier.resolve(key, state, "errors")
+                silent.add(tier)
+        for tier in silent:
+            tier.health.failed(Activity.CALL, "a request's lookups were not answered in its time")
 
     @override
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:

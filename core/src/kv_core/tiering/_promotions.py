@@ -204,6 +204,7 @@ class Promotions:
         state = job.state
         if job.is_overdue:
             self._share.quarantined -= len(job.block_ids)
+            tier.note_overdue(-len(job.block_ids))
         else:
             self._unreserve(state, len(job.block_ids))
         ready = []
@@ -267,5 +268,6 @@ class Promotions:
             self._note_outcome(tier, job.state, key, succeeded=False)
         self._unreserve(job.state, len(job.block_ids))
         self._share.quarantined += len(job.block_ids)
+        tier.note_overdue(len(job.block_ids))
         self.counts["promotions_abandoned"] += len(job.block_ids)
         tier.health.failed(Activity.LOAD, "a load was not reported by its deadline")
