@@ -366,7 +366,11 @@ TIERS: Final = [{"type": "acme", "name": "a"}, {"type": "acme", "name": "b"}]
         ),
         ({"lease_deadline_s": 29}, "lease_deadline_s", "(29) is shorter than"),
         ({"degraded_backoff_s": 61}, "degraded_backoff_max_s", "(61) is longer than"),
-        ({"promotion_deadline_s": 0.5}, "a.job_deadline_s", "may take 1 s for a job, but loads"),
+        (
+            {"promotion_deadline_s": 0.5, "request_lookup_deadline_s": 0.9},
+            "a.job_deadline_s",
+            "may take 1 s for a job, but loads",
+        ),
         ({"store_deadline_s": 0.5}, "a.job_deadline_s", "may take 1 s for a job, but stores"),
         (
             {"request_lookup_deadline_s": 0.5},
