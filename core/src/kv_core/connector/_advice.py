@@ -135,7 +135,7 @@ def _deadlines(settings: OffloadingSettings) -> Iterator[Advice]:
 def _tier_deadlines(settings: OffloadingSettings, tiers: Iterable[CheckedTier]) -> Iterator[Advice]:
     for tier in tiers:
         limits = tier.limits
-        # Between the two deadlines a slow load is given up and its slot quarantined: so be it. Longer
+        # A load between the two deadlines is given up and its slot quarantined: so be it. Longer
         # than a request ever waits is another matter.
         longest = max(settings.promotion_deadline_s, settings.request_lookup_deadline_s)
         if limits.job_deadline_s > longest:
