@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
@@ -461,4 +462,51 @@ def test_shutdown_of_a_spec_whose_tier_raises_goes_on(
     spec.get_manager()
     spec.shutdown()
     assert log[2:] == ["close raises", "close last"]
+    assert open_files(tmp_path) == []
+
+
+class PinLog:
+    """A registrar that notes what it is asked for; ``refuses`` makes it say no."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.pinned: dict[int, int] = {}
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        """Pin a range."""
+        if self.refuses:
+            return "no"
+        self.pinned[address] = num_bytes
+        return None
+
+    def unregister(self, address: int) -> None:
+        """Unpin a range; the memory must still be there."""
+        assert ctypes.string_at(address, 1) is not None
+        del self.pinned[address]
+
+
+def test_the_primary_is_pinned_while_handlers_live(
+    configure: Callable[..., OffloadingConfig], kv_caches: CanonicalKVCaches
+) -> None:
+    """All rows from the first on, and given back before the memory is unmapped."""
+    pins = PinLog()
+    spec = CPUOffloadingSpec(configure(), host_registrar=pins)
+    list(spec.get_handlers(kv_caches))
+    view = spec.primary_view
+    assert pins.pinned == {view.address(0): view.num_blocks * view.row_stride}
+    spec.shutdown()
+    assert pins.pinned == {}
+
+
+def test_a_device_that_cannot_pin_costs_speed_only(
+    configure: Callable[..., OffloadingConfig],
+    kv_caches: CanonicalKVCaches,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vllm#51080: the handlers are there all the same, and one warning says so."""
+    spec = CPUOffloadingSpec(configure(), host_registrar=PinLog(refuses=True))
+    assert len(list(spec.get_handlers(kv_caches))) == 2
+    assert ["not pinned" in message for message in caplog.messages] == [True]
+    spec.shutdown()
     assert open_files(tmp_path) == []

@@ -24,7 +24,7 @@ from kv_core.cpu import (
     SharedOffloadRegion,
 )
 from kv_core.device import CanonicalKVCaches, CpuGpuOffloadingHandlers
-from kv_core.device.copy import HostCopyBackend
+from kv_core.device.copy import HostCopyBackend, PinnedRows
 from kv_core.engine import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kv_core.contract import Clock
-    from kv_core.device.copy import CopyBackend
+    from kv_core.device.copy import CopyBackend, HostRegistrar
     from kv_core.engine import LoadStoreSpec, OffloadingConfig, OffloadingHandler, OffloadingManager
     from kv_core.keys import Namespace
     from kv_core.plugins import OpenTier, TierSettings
@@ -77,6 +77,7 @@ class HostBackedSpec(OffloadingSpec):
         *,
         slot_freed: Callable[[int], None] | None = None,
         copy_backend: CopyBackendFactory = _host_backend,
+        host_registrar: HostRegistrar | None = None,
     ) -> None:
         """Prepare; the region is created when the manager or the handlers are asked for.
 
@@ -84,6 +85,7 @@ class HostBackedSpec(OffloadingSpec):
             config: The configuration.
             slot_freed: Called with the id of a slot whose content became meaningless.
             copy_backend: Makes the copy back end of the worker.
+            host_registrar: Pins the primary tier for the worker's device, if it has one.
 
         Raises:
             ConfigError: Settings are missing, unknown or invalid, or sizes do not fit.
@@ -96,6 +98,8 @@ class HostBackedSpec(OffloadingSpec):
         self.geometry = PrimaryGeometry.from_config(self.config)
         self._slot_freed = slot_freed
         self._copy_backend = copy_backend
+        self._host_registrar = host_registrar
+        self._pinned_rows: PinnedRows | None = None
         self._region: SharedOffloadRegion | None = None
         self._primary_view: PrimaryView | None = None
         self._manager: OffloadingManager | None = None
@@ -158,6 +162,11 @@ class HostBackedSpec(OffloadingSpec):
                 region.create_next_view(0, tensor.page_size_bytes * factor)
                 for tensor in kv_caches.tensors
             ]
+            if self._host_registrar is not None:
+                view = self.primary_view
+                self._pinned_rows = PinnedRows(
+                    self._host_registrar, view.address(0), view.num_blocks, view.row_stride
+                )
             self._handlers = CpuGpuOffloadingHandlers(
                 kv_caches, cpu_tensors, factor, self._copy_backend(cpu_tensors)
             )
@@ -170,6 +179,10 @@ class HostBackedSpec(OffloadingSpec):
             self._handlers.gpu_to_cpu.shutdown()
             self._handlers.cpu_to_gpu.shutdown()
             self._handlers = None
+        if self._pinned_rows is not None:
+            # No copy is under way any more, and the memory is still mapped.
+            self._pinned_rows.release()
+            self._pinned_rows = None
         if self._manager is not None:
             try:
                 self._manager.shutdown()
@@ -221,6 +234,7 @@ class TieringOffloadingSpec(HostBackedSpec):
         *,
         slot_freed: Callable[[int], None] | None = None,
         copy_backend: CopyBackendFactory = _host_backend,
+        host_registrar: HostRegistrar | None = None,
         registry: TierRegistry | None = None,
         observer: JobObserver | None = None,
         clock: Clock = time.monotonic,
@@ -231,6 +245,7 @@ class TieringOffloadingSpec(HostBackedSpec):
             config: The configuration.
             slot_freed: Called with the id of a slot whose content became meaningless.
             copy_backend: Makes the copy back end of the worker.
+            host_registrar: Pins the primary tier for the worker's device, if it has one.
             registry: Where tier types are looked up; by default what is installed.
             observer: Told of every finished job of a tier.
             clock: Monotonic seconds.
@@ -238,7 +253,12 @@ class TieringOffloadingSpec(HostBackedSpec):
         Raises:
             ConfigError: Settings are missing, unknown or invalid, or sizes do not fit.
         """
-        super().__init__(config, slot_freed=slot_freed, copy_backend=copy_backend)
+        super().__init__(
+            config,
+            slot_freed=slot_freed,
+            copy_backend=copy_backend,
+            host_registrar=host_registrar,
+        )
         self._registry = registry
         self._observer = observer
         self._clock = clock

@@ -21,6 +21,7 @@ from kv_core.connector import (
     TieringOffloadingSpec,
 )
 from kv_core.device import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kv_core.device.copy import host_registrar_of
 from kv_core.errors import RequestTooLargeError
 from kv_core.keys import make_offload_key
 from kv_core.workload._checker import BlockChecker
@@ -147,6 +148,7 @@ class ReplayEngine:
             observer=self._measurements,
             slot_freed=self._poison_slot,
             copy_backend=self._memory.copy_backend,
+            host_registrar=host_registrar_of(self._memory.tensor),
         )
         self._spec = spec
         try:
