@@ -78,7 +78,10 @@ def test_paths_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
-        ({"first": {"bytes_wrong": 3}}, ["3 byte(s) of loaded blocks are wrong"]),
+        (
+            {"first": {"bytes_wrong": 3, "bytes_wrong_by_level": {"fs": 3}}},
+            ["3 byte(s) of loaded blocks are wrong (3 from fs)"],
+        ),
         ({"first": {"requests": 1}}, ["1 of 1 requests did not finish"]),
         ({"status": 1}, ["the run after the restart ended with status 1"]),
         (

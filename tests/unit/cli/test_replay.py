@@ -318,7 +318,8 @@ def test_wrong_bytes_fail_the_replay(
     (report,) = json.loads(file.read_text())["runs"]
     assert report["bytes_wrong"] > 0
     assert status == 1
-    assert f"error: {report['bytes_wrong']} byte(s) of loaded blocks are wrong\n" in err
+    assert f"error: {report['bytes_wrong']} byte(s) of loaded blocks are wrong (" in err
+    assert f"{report['bytes_wrong_by_level']['rot']} from rot" in err
 
 
 @pytest.mark.parametrize(

@@ -491,9 +491,9 @@ class ReplayEngine:
                 with self._stopwatch.measure("verifying loads"):
                     # The last block is loaded whole although its last token is computed again.
                     end = -(-(request.computed_tokens + tokens) // self._tokens_per_block)
-                    self._verify(request, gpu_blocks, end)
+                    levels = self._level_per_block(levels, gpu_blocks, end)
+                    self._verify(request, gpu_blocks, levels)
                 request.computed_tokens += tokens
-                levels = self._level_per_block(levels, gpu_blocks, end)
             self._count_admission(request, gpu_blocks, levels)
             request.status = Status.LOADED
             self._waiting.appendleft(request)
@@ -504,15 +504,18 @@ class ReplayEngine:
         first = start // factor
         return [levels[index // factor - first] for index in range(start, stop)]
 
-    def _verify(self, request: ReplayRequest, start: int, stop: int) -> None:
-        for index in range(start, stop):
+    def _verify(self, request: ReplayRequest, start: int, levels: list[str]) -> None:
+        for index, level in enumerate(levels, start):
             block_hash, block_id = request.block_hashes[index], request.block_ids[index]
             key = make_offload_key(block_hash, 0)
             wrong = self._checker.count_wrong_bytes(key, self._memory.read(block_id))
-            self._report.bytes_wrong += wrong
             self._report.blocks_verified += 1
             if not wrong:
                 self._pool.register(block_id, block_hash)
+                continue
+            self._report.bytes_wrong += wrong
+            by_level = self._report.bytes_wrong_by_level
+            by_level[level] = by_level.get(level, 0) + wrong
 
     def _count_admission(self, request: ReplayRequest, gpu_blocks: int, levels: list[str]) -> None:
         """Account for a request's prompt blocks, once: when it gets its first blocks."""

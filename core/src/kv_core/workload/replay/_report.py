@@ -50,6 +50,7 @@ class ReplayReport:
         misses: Prompt blocks that had to be computed.
         blocks_verified: Blocks that loads delivered and the checker compared.
         bytes_wrong: Bytes that differed.
+        bytes_wrong_by_level: The same by the level that delivered them.
         bytes_moved: Bytes by hop, ``gpu_to_cpu``, ``cpu_to_gpu``, ``cpu_to_TIER``,
             ``TIER_to_cpu``.
         latency_seconds: Latency of the jobs of each hop.
@@ -75,6 +76,7 @@ class ReplayReport:
     misses: int = 0
     blocks_verified: int = 0
     bytes_wrong: int = 0
+    bytes_wrong_by_level: dict[str, int] = field(default_factory=dict)
     bytes_moved: dict[str, int] = field(default_factory=dict)
     latency_seconds: dict[str, LatencySummary] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
@@ -99,7 +101,10 @@ class ReplayReport:
         """Say in words what is wrong; empty when nothing is."""
         problems = []
         if self.bytes_wrong:
-            problems.append(f"{self.bytes_wrong} byte(s) of loaded blocks are wrong")
+            levels = ", ".join(
+                f"{wrong} from {level}" for level, wrong in self.bytes_wrong_by_level.items()
+            )
+            problems.append(f"{self.bytes_wrong} byte(s) of loaded blocks are wrong ({levels})")
         if self.requests_finished != self.requests:
             unfinished = self.requests - self.requests_finished
             problems.append(f"{unfinished} of {self.requests} requests did not finish")
