@@ -283,5 +283,6 @@ class Namespace:
                 f"{needed_by} keeps blocks beyond this process, but block hashes are seeded at "
                 "random in each process, so no other process would ever find them. Set the "
                 "environment variable PYTHONHASHSEED to a fixed number (the same in every "
-                "process that shares the storage)."
+                "process that shares the storage), and let the namespace's 'hash_seed' be that "
+                "number if an engine of your own makes the namespace."
             )
