@@ -76,7 +76,7 @@ class TieringConfig(BaseModel):
         description="Most bytes on their way to one tier; what exceeds it is stored later or not.",
     )
     store_seconds_per_mib: float = Field(
-        default=5.0,
+        default=10.0,
         gt=0,
         allow_inf_nan=False,
         description=(

@@ -67,11 +67,12 @@ class StorePressure:
         """
         # What a small job takes is latency, not throughput: it counts as one MiB.
         sample = seconds * _MIB / max(num_bytes, _MIB)
-        before = self.seconds_per_mib() if self._jobs else sample
+        now = self._clock()
+        before = self._average_at(now) if self._jobs else sample
         self._average = before + _ALPHA * (sample - before)
         self._jobs += 1
         self._failures_in_a_row = 0
-        self._last_result_at = self._clock()
+        self._last_result_at = now
 
     def store_failed(self) -> None:
         """Note a store that failed or was declined."""
@@ -84,13 +85,16 @@ class StorePressure:
 
     def seconds_per_mib(self) -> float:
         """Return the moving average now."""
-        idle_s = self._clock() - self._last_result_at
-        decay: float = 0.5 ** (idle_s / _IDLE_HALF_LIFE_S)
+        return self._average_at(self._clock())
+
+    def _average_at(self, now: float) -> float:
+        decay: float = 0.5 ** ((now - self._last_result_at) / _IDLE_HALF_LIFE_S)
         return self._average * decay
 
     def drop_rate(self) -> float:
         """Return the share of stores to drop now, 0 to 1."""
-        if self._jobs < _WARM_UP_JOBS:
+        # The average only falls by itself: below the mark it needs no clock.
+        if self._jobs < _WARM_UP_JOBS or self._average <= self._mark:
             return 0.0
         over = self.seconds_per_mib() / self._mark - 1.0
         return min(1.0, max(0.0, over / (_FULL_AT - 1.0)))
