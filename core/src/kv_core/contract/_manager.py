@@ -54,8 +54,9 @@ class SecondaryTierManager(ABC):
     (G-7).
 
     **Errors.** A job that cannot be served is reported with ``success=False``; submit methods do
-    not raise for it (JOB-2). Whatever a tier raises is contained by the engine, counted, and
-    after repetition degrades the tier.
+    not raise for it (JOB-2). One that raises all the same has not taken the job: the engine gives
+    its slots to others at once, so nothing of the tier may touch them. Whatever a tier raises is
+    contained by the engine, counted, and after repetition degrades the tier.
     """
 
     @abstractmethod
