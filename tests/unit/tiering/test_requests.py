@@ -38,11 +38,16 @@ def test_a_client_may_opt_out(params: Any, may: tuple[bool, bool]) -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [None, [], "no", 0, {"load": "false"}, {"load": 0}, {"loads": False}, {"store": None}, {1: 2}],
+    [[], "no", 0, {"load": "false"}, {"load": 0}, {"loads": False}, {"store": None}, {1: 2}],
 )
-def test_what_is_not_understood_changes_nothing(params: Any) -> None:
-    """A typing error of one client is no error of the engine."""
-    assert _wishes(params) == (True, True)
+def test_what_is_not_understood_keeps_the_request_out(params: Any) -> None:
+    """A typing error of one client fails nothing, and keeps nothing that must not be kept."""
+    assert _wishes(params) == (False, False)
+
+
+def test_no_wish_is_no_wish() -> None:
+    """A client may leave the entry empty."""
+    assert _wishes(None) == (True, True)
 
 
 def test_parameters_of_others_are_none_of_ours() -> None:

@@ -155,7 +155,11 @@ class RequestTable:
         return not self._waiting or state.sequence <= self._waiting[0]
 
     def _read_params(self, state: RequestState, params: Mapping[str, Any]) -> None:
-        """Read a client's wishes; what is not understood is ignored, not an error."""
+        """Read a client's wishes.
+
+        What is not understood keeps the request out of the cache altogether: that costs a
+        recompute, and the other reading could keep content that must not be kept.
+        """
         ours = params.get(PARAMS_KEY)
         if ours is None:
             return
@@ -167,11 +171,12 @@ class RequestTable:
                 self._warned_of_params = True
                 _LOGGER.warning(
                     "kv_transfer_params[%r] of request %s is not understood; expected "
-                    '{"load": true|false, "store": true|false}. Further ones are ignored silently',
+                    '{"load": true|false, "store": true|false}. It is kept out of the cache, and so '
+                    "is any further one, without a word",
                     PARAMS_KEY,
                     state.context.req_id,
                 )
-            return
+            load = store = False
         state.may_load, state.may_store = load, store
         self.has_wishes = True
 
