@@ -171,8 +171,8 @@ class RequestTable:
                 self._warned_of_params = True
                 _LOGGER.warning(
                     "kv_transfer_params[%r] of request %s is not understood; expected "
-                    '{"load": true|false, "store": true|false}. It is kept out of the cache, and so '
-                    "is any further one, without a word",
+                    '{"load": true|false, "store": true|false}. It is kept out of the cache, as is '
+                    "any further one, without a word",
                     PARAMS_KEY,
                     state.context.req_id,
                 )
