@@ -48,7 +48,7 @@ class PrimaryGeometry:
                 for one block.
         """
         page_bytes = config.worker_block_bytes * config.block_size_factor
-        row_stride = _row_stride(page_bytes, config.num_workers)
+        row_stride = cls.stride_of(page_bytes, config.num_workers)
         budget = config.extra_config.get(_SETTING)
         if budget is None:
             raise ConfigError(
@@ -76,7 +76,7 @@ class PrimaryGeometry:
         Raises:
             ConfigError: The bytes are too few for one block.
         """
-        row_stride = _row_stride(worker_page_bytes, num_workers)
+        row_stride = cls.stride_of(worker_page_bytes, num_workers)
         if budget_bytes < row_stride:
             raise ConfigError(
                 f"{_SETTING!r} is {budget_bytes} bytes, but one block needs {row_stride} bytes "
@@ -97,7 +97,8 @@ class PrimaryGeometry:
         """Bytes of shared memory that the region takes: all rows and the trailer page."""
         return self.num_blocks * self.row_stride + TRAILER_BYTES
 
-
-def _row_stride(worker_page_bytes: int, num_workers: int) -> int:
-    pages_bytes = worker_page_bytes * num_workers
-    return -(-pages_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+    @staticmethod
+    def stride_of(worker_page_bytes: int, num_workers: int) -> int:
+        """Return the bytes of a row that holds the pages of so many workers."""
+        pages_bytes = worker_page_bytes * num_workers
+        return -(-pages_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES

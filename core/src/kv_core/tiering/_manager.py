@@ -381,16 +381,15 @@ class TieringOffloadingManager(OffloadingManager):
     def _poll(self) -> None:
         for tier in self._tiers:
             if tier.jobs:
-                for job in tier.finished():
-                    self._end_job(tier, job)
+                self._end_reported(tier)
         if self._former_tiers:
-            self._poll_former_tiers()
+            for tier in self._former_tiers:
+                self._end_reported(tier)
+            self._former_tiers = [tier for tier in self._former_tiers if tier.jobs]
 
-    def _poll_former_tiers(self) -> None:
-        for tier in self._former_tiers:
-            for job in tier.finished():
-                self._end_job(tier, job)
-        self._former_tiers = [tier for tier in self._former_tiers if tier.jobs]
+    def _end_reported(self, tier: GuardedTier) -> None:
+        for job in tier.finished():
+            self._end_job(tier, job)
 
     def _end_all(self, ended: Iterable[tuple[GuardedTier, TierJob]]) -> None:
         for tier, job in ended:
@@ -427,12 +426,13 @@ class TieringOffloadingManager(OffloadingManager):
         # What is overdue was held against the tier at its deadline, and no success makes up for
         # it: a tier that is always late would never be left alone. Declined says nothing.
         if not job.is_overdue and job.was_taken:
+            failure = "" if is_complete or kind in _HARMLESS else job.describe_failure()
             if is_complete or kind in _ANSWERED:
                 tier.health.succeeded(activity)
-            elif kind not in _HARMLESS:
-                tier.health.failed(activity, job.describe_failure())
-            if not is_complete and kind not in _HARMLESS:
-                tier.note_failed_job(job.describe_failure())
+            elif failure:
+                tier.health.failed(activity, failure)
+            if failure:
+                tier.note_failed_job(failure)
         tier.health.settled(job.metadata.job_id)
         if activity is Activity.STORE:
             if is_complete:
@@ -683,6 +683,5 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _shut_down(self, tier: GuardedTier) -> Collection[JobId]:
         stuck = tier.shutdown(tier.limits.job_deadline_s + self._config.quarantine_grace_s)
-        for job in tier.finished():
-            self._end_job(tier, job)
+        self._end_reported(tier)
         return stuck

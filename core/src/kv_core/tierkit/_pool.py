@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, TypeVar, final
+
+from kv_core.tierkit._threads import join_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -146,10 +147,7 @@ class LoadFirstPool:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(None if end is None else max(0.0, end - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return join_all(self._threads, timeout_s)
 
     def _work(self, stores_first: bool) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from kv_core.cpu import ROW_ALIGNMENT_BYTES, PrimaryGeometry
 from kv_core.engine import KVCacheGroupConfig, OffloadingConfig
 from kv_core.errors import ConfigError
 from kv_core.keys import GroupGeometry, Namespace
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ReplayConfig"]
 
-_PAGE_BYTES: Final = 4096
 
 # Settings of the engine that fields of the replay's own decide.
 _DECIDED_BY_FIELDS: Final = frozenset(
@@ -101,15 +101,15 @@ class ReplayConfig:
         if self.cpu_bytes < self.row_bytes:
             raise ConfigError(
                 f"'cpu_bytes' is {self.cpu_bytes}, but one offloaded block takes {self.row_bytes} "
-                f"bytes of the primary tier (blocks are rounded up to {_PAGE_BYTES}); give it room "
-                "for at least one",
+                f"bytes of the primary tier (blocks are rounded up to {ROW_ALIGNMENT_BYTES}); give "
+                "it room for at least one",
                 setting="cpu_bytes",
             )
 
     @property
     def row_bytes(self) -> int:
         """Bytes that one offloaded block takes in the primary tier."""
-        return -(-self.block_bytes * self.block_size_factor // _PAGE_BYTES) * _PAGE_BYTES
+        return PrimaryGeometry.stride_of(self.block_bytes * self.block_size_factor, num_workers=1)
 
     def offloading_config(self, trace: Trace, engine_id: str) -> OffloadingConfig:
         """Describe the replay to the offloading engine.
