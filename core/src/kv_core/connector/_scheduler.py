@@ -111,6 +111,7 @@ class OffloadingConnectorScheduler:
         self._config = config
         self._manager = manager
         self._factor = config.block_size_factor
+        self._prompt_only = config.offload_prompt_only
         self._requests: dict[str, _Request] = {}
         self._finished: list[_Request] = []
         self._jobs: dict[int, _Job] = {}
@@ -285,7 +286,7 @@ class OffloadingConnectorScheduler:
         if state.is_outdated:
             return None
         tokens = min(state.computed_tokens, state.blocks.num_hashed_tokens)
-        if self._config.offload_prompt_only:
+        if self._prompt_only:
             tokens = min(tokens, state.blocks.request.num_prompt_tokens)
         offered: dict[OffloadKey, tuple[int, int]] = {}
         ends = []

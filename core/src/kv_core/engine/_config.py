@@ -48,6 +48,8 @@ class OffloadingConfig:
         decode_context_parallel_size: Ranks that split the context at decode.
         enable_events: Whether to record offloading events.
         extra_config: What the user wrote in the connector's config.
+        block_size_factor: GPU blocks in one offloaded block; follows from the groups and from
+            ``block_size`` or ``blocks_per_chunk`` in the extra config.
     """
 
     groups: tuple[KVCacheGroupConfig, ...]
@@ -63,6 +65,7 @@ class OffloadingConfig:
     decode_context_parallel_size: int = 1
     enable_events: bool = False
     extra_config: Mapping[str, Any] = field(default_factory=dict)
+    block_size_factor: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_hosts != 1:
@@ -86,8 +89,8 @@ class OffloadingConfig:
                     f"{self.prefill_context_parallel_size})",
                     setting=f"groups[{index}].tokens_per_block",
                 )
-        # Computed for its checks: a wrong setting shows at construction, not at first use.
-        _ = self.block_size_factor
+        # Once: a wrong setting shows at construction, and every step asks for it per block.
+        object.__setattr__(self, "block_size_factor", self._read_block_size_factor())
 
     @property
     def tokens_per_hash(self) -> int:
@@ -98,9 +101,8 @@ class OffloadingConfig:
             * self.prefill_context_parallel_size
         )
 
-    @property
-    def block_size_factor(self) -> int:
-        """GPU blocks in one offloaded block, from ``block_size`` or ``blocks_per_chunk``.
+    def _read_block_size_factor(self) -> int:
+        """Compute the factor from ``block_size`` or ``blocks_per_chunk``.
 
         Raises:
             ConfigError: Both are set, or the value does not fit the groups.
