@@ -9,17 +9,19 @@ registry is given the entry point by hand, so that the example runs as it is::
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import Field
 from typing_extensions import override
 
 import kv_core
 from kv_core.contract import ContractVersion, OffloadKey, TierSpec
-from kv_core.errors import BlockDamagedError, BlockMissingError
+from kv_core.errors import BlockDamagedError, BlockDeclinedError, BlockMissingError
 from kv_core.plugins import ENTRY_POINT_GROUP, TierRegistry
 from kv_core.tierkit import ThreadedTier, TierKitConfig
 
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
 
 
 class TinyConfig(TierKitConfig):
-    """Settings: those of the kit, and a folder."""
+    """Settings: those of the kit, a folder, and what must stay free there."""
 
     folder: Path
     """Where the files lie; made when it does not exist."""
+    min_free_bytes: int = Field(default=2**28, ge=1)
+    """Nothing is stored while the file system has less free than this."""
 
 
 class TinyTier(ThreadedTier):
@@ -65,6 +69,9 @@ class TinyTier(ThreadedTier):
 
     @override
     def write_block(self, key: OffloadKey, data: memoryview) -> None:
+        # A tier without a limit of its own must not fill what others use. An engine insists.
+        if shutil.disk_usage(self.config.folder).free < self.config.min_free_bytes:
+            raise BlockDeclinedError(f"{self.config.folder} has too little free space")
         path = self._path(key)
         # Written aside and renamed: a reader sees all of a block or nothing. One process and
         # one writer per key here; a tier for several needs a name of its own for each.
@@ -86,7 +93,7 @@ def kv_core_register_tier() -> TierSpec:
         contract=ContractVersion(1, 0),
         factory=TinyTier,
         config_model=TinyConfig,
-        limits=lambda config: config.limits(),
+        limits=lambda config: config.limits(min_free_bytes=config.min_free_bytes),
     )
 
 

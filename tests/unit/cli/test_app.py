@@ -29,7 +29,8 @@ from kv_core.errors import TierOpenError
 def kv_core_register_tier():
     return TierSpec(type="acme", summary="", contract=ContractVersion(1, 0),
         factory=lambda context: None, config_model=TierConfig,
-        limits=lambda config: TierLimits(job_deadline_s=1.0, lookup_deadline_s=1.0))
+        limits=lambda config: TierLimits(
+            job_deadline_s=1.0, lookup_deadline_s=1.0, min_free_bytes=1))
 
 @kv_core.hookimpl
 def kv_core_register_commands(app):

@@ -145,7 +145,7 @@ def test_sizes_that_are_some(size: str, run_replay: Run) -> None:
         ("--policy=fifo", "known are arc, lru"),
         ("--gpu-blocks=99999999999999999999", "Give it fewer or smaller blocks (--gpu-blocks"),
         ("--block-bytes=8388608TiB", "'cpu_bytes'"),
-        ("--cpu-bytes=8388607TiB", "available"),
+        ("--cpu-bytes=8388607TiB", "of memory that a process can have here"),
     ],
 )
 def test_numbers_out_of_range(option: str, part: str, refusal: Refusal) -> None:

@@ -30,6 +30,7 @@ class Config(TierConfig):
     bucket: str
     token: SecretStr
     max_block_bytes: int | None = None
+    staging_bytes: int = 0
 
 def open_it(context):
     raise AssertionError("the tier was opened")
@@ -39,8 +40,23 @@ def kv_core_register_tier():
     return TierSpec(type="acme", summary="", contract=ContractVersion(1, 0),
         factory=open_it, config_model=Config,
         limits=lambda config: TierLimits(job_deadline_s=1.0, lookup_deadline_s=1.0,
-            max_block_bytes=config.max_block_bytes),
+            max_block_bytes=config.max_block_bytes, staging_bytes=config.staging_bytes),
         capabilities=frozenset({Capability.PERSISTENT, Capability.BOUNDED}))
+"""
+
+_UNBOUNDED_PLUGIN = """
+import kv_core
+from kv_core.contract import *
+
+class Config(TierConfig):
+    min_free_bytes: int = 0
+
+@kv_core.hookimpl
+def kv_core_register_tier():
+    return TierSpec(type="endless", summary="", contract=ContractVersion(1, 0),
+        factory=print, config_model=Config,
+        limits=lambda config: TierLimits(job_deadline_s=1.0, lookup_deadline_s=1.0,
+            min_free_bytes=config.min_free_bytes))
 """
 
 ACME: Final = {"type": "acme", "bucket": "kv", "token": SECRET}
@@ -53,13 +69,16 @@ SOUND: Final = {
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TierRegistry:
-    """Provide a registry with a persistent, bounded tier that has a secret, and a broken one."""
+    """Provide a registry with a bounded tier with a secret, an unbounded and a broken one."""
     (tmp_path / "kv_cli_check_tier.py").write_text(_PLUGIN)
+    (tmp_path / "kv_cli_endless_tier.py").write_text(_UNBOUNDED_PLUGIN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "kv_cli_check_tier", raising=False)
+    monkeypatch.delitem(sys.modules, "kv_cli_endless_tier", raising=False)
     return TierRegistry(
         [
             metadata.EntryPoint("acme", "kv_cli_check_tier", "kv_core.tiers"),
+            metadata.EntryPoint("endless", "kv_cli_endless_tier", "kv_core.tiers"),
             metadata.EntryPoint("broken", "kv_cli_no_such_module", "kv_core.tiers"),
         ]
     )
@@ -254,6 +273,11 @@ def test_all_errors_are_listed(check: Callable[..., tuple[int, dict[str, Any]]])
             ["--block-bytes", "4096"],
             "takes blocks of at most 4096 bytes, but a block has 8192",
         ),
+        (
+            {"secondary_tiers": [{"type": "endless"}]},
+            [],
+            "'endless' has no limit of capacity (capability 'bounded') and no floor of free space",
+        ),
     ],
 )
 def test_what_an_engine_would_refuse_is_an_error(
@@ -305,7 +329,7 @@ def test_a_sound_configuration_is_shown_whole(
     status, report = check(SOUND)
     assert (status, report["errors"], report["warnings"]) == (0, [], [])
     assert report["config"].keys() == OffloadingSettings.model_fields.keys()
-    shown = {"bucket": "kv", "token": "**********", "max_block_bytes": None}
+    shown = {"bucket": "kv", "token": "**********", "max_block_bytes": None, "staging_bytes": 0}
     assert report["config"]["secondary_tiers"] == [
         {
             "type": "acme",
@@ -439,11 +463,33 @@ def test_warnings_do_not_change_the_status(
     ]
 
 
-def host(facts: HostFacts, registry: TierRegistry, needed_bytes: int = 8192) -> dict[str, str]:
+@pytest.mark.parametrize("changes", [{"min_free_bytes": 1}, {"mode": "read_only"}])
+def test_a_tier_with_a_floor_or_without_stores_is_fine(
+    changes: dict[str, Any], check: Callable[..., tuple[int, dict[str, Any]]]
+) -> None:
+    """Neither can fill its storage."""
+    status, report = check({**SOUND, "secondary_tiers": [{"type": "endless", **changes}]})
+    assert (status, report["errors"]) == (0, [])
+
+
+def test_what_tiers_stage_is_added_up(check: Callable[..., tuple[int, dict[str, Any]]]) -> None:
+    """Every tier stages for itself, beside the primary tier."""
+    entries = [
+        {**ACME, "name": "one", "staging_bytes": 4096},
+        {**ACME, "name": "two", "staging_bytes": 8192},
+    ]
+    _, report = check({**SOUND, "secondary_tiers": entries})
+    assert report["staging_bytes"] == 12288
+    assert [tier["limits"]["staging_bytes"] for tier in report["tiers"]] == [4096, 8192]
+
+
+def host(
+    facts: HostFacts, registry: TierRegistry, needed_bytes: int = 8192, **changes: int
+) -> dict[str, str]:
     """Return what a machine says of a configuration with a persistent tier, by setting."""
     settings = OffloadingSettings.from_extra_config({"cpu_bytes_to_use": 8192})
     tier = check_tier(
-        "acme", name="acme", settings={"bucket": "", "token": SECRET}, registry=registry
+        "acme", name="acme", settings={"bucket": "", "token": SECRET, **changes}, registry=registry
     )
     found = host_advice(settings, [tier], needed_bytes, facts)
     return {advice.setting: advice.message for advice in found}
@@ -472,6 +518,15 @@ def test_more_than_the_memory_of_the_machine_is_noticed(registry: TierRegistry) 
     """The limit of a container counts as well."""
     message = host(HostFacts(4096, None, 8192, "0"), registry)["cpu_bytes_to_use"]
     assert "more than the 4096 bytes (4 KiB)" in message
+
+
+def test_what_tiers_stage_counts_as_memory(registry: TierRegistry) -> None:
+    """It lies beside the shared memory, not in it."""
+    fits = HostFacts(12288, None, 8192, "0")
+    assert host(fits, registry, staging_bytes=4096) == {}
+    found = host(fits, registry, staging_bytes=4097)
+    assert found.keys() == {"cpu_bytes_to_use"}
+    assert "8192 bytes (8 KiB), and its tiers stage up to 4097 bytes" in found["cpu_bytes_to_use"]
 
 
 @pytest.mark.parametrize(

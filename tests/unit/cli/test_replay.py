@@ -61,7 +61,8 @@ class Tier(ThreadedTier):
 @kv_core.hookimpl
 def kv_core_register_tier():
     return TierSpec(type="rot", summary="", contract=ContractVersion(1, 0), factory=Tier,
-        config_model=TierKitConfig, limits=TierKitConfig.limits)
+        config_model=TierKitConfig,
+        limits=lambda config: config.limits(min_free_bytes=1))
 """
 
 

@@ -54,7 +54,9 @@ def acme_spec(*capabilities: Capability) -> TierSpec:
         factory=lambda _: pytest.fail("the tier was opened"),
         config_model=AcmeConfig,
         limits=lambda config: TierLimits(
-            job_deadline_s=config.limit_s, lookup_deadline_s=config.limit_s
+            job_deadline_s=config.limit_s,
+            lookup_deadline_s=config.limit_s,
+            min_free_bytes=config.min_free_bytes,
         ),
         capabilities=frozenset(capabilities),
     )
@@ -257,7 +259,8 @@ def open_it(context):
 def kv_core_register_tier():
     return TierSpec(type="acme", summary="", contract=ContractVersion(1, 0), factory=open_it,
         config_model=Config,
-        limits=lambda config: TierLimits(job_deadline_s=1.0, lookup_deadline_s=1.0))
+        limits=lambda config: TierLimits(
+            job_deadline_s=1.0, lookup_deadline_s=1.0, min_free_bytes=1))
 """
 
 
@@ -283,11 +286,34 @@ def test_the_line_is_written_before_tiers_are_opened(
     with caplog.at_level(logging.INFO, "kv_core.connector"), pytest.raises(TierOpenError):
         spec.get_manager()
     levels = [(r.name, r.levelname) for r in caplog.records]
-    assert levels == [("kv_core.connector", "INFO"), ("kv_core.connector.advice", "WARNING")]
+    assert levels == [("kv_core.connector", "INFO")]
     assert '"settings": {"token": "**********"}' in caplog.text
     assert '"spec_name": "TieringOffloadingSpec"' in caplog.text
     assert SECRET not in caplog.text
     spec.shutdown()
+
+
+def test_a_tier_that_could_fill_its_storage_is_refused_before_anything_is_taken(
+    config: Callable[..., OffloadingConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No region, no constructor; a tier that is only read gets as far as its constructor."""
+    module = tmp_path / "kv_settings_endless_tier.py"
+    module.write_text(_PLUGIN.replace("min_free_bytes=1", "min_free_bytes=0"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, module.stem, raising=False)
+    registry = TierRegistry([metadata.EntryPoint("acme", module.stem, "kv_core.tiers")])
+    for mode, error in (("read_write", ConfigError), ("read_only", TierOpenError)):
+        shm_dir = tmp_path / mode
+        entry = {"type": "acme", "token": SECRET, "mode": mode}
+        spec = TieringOffloadingSpec(
+            config(cpu_bytes_to_use="64KiB", shm_dir=str(shm_dir), secondary_tiers=[entry]),
+            registry=registry,
+        )
+        if mode == "read_only":
+            shm_dir.mkdir()
+        with pytest.raises(error, match=r"no limit of capacity|the storage is not there"):
+            spec.get_manager()
+        spec.shutdown()
 
 
 def test_the_line_shows_tiers_without_their_secrets(caplog: pytest.LogCaptureFixture) -> None:
@@ -328,24 +354,6 @@ def test_of_an_unknown_tier_only_names_are_shown() -> None:
 
 
 # -- advice -------------------------------------------------------------------------------------
-
-
-def test_an_unbounded_tier_without_a_floor_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """One line at start, for tiers that are stored to and neither bounded nor floored."""
-    entries = [{"type": "acme", "name": name} for name in ("a", "b", "c")]
-    settings = read(secondary_tiers=[*entries, {"type": "acme", "name": "d", "mode": "read_only"}])
-    tiers = [
-        checked(name="a"),
-        checked(Capability.BOUNDED, name="b"),
-        checked(name="c", min_free_bytes=1),
-        checked(name="d"),
-    ]
-    log_start(settings, tiers)
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert "tier 'a' has no limit of capacity" in warnings[0]
-    assert "set its 'min_free_bytes'" in warnings[0]
-    assert not re.search("tier '[bcd]'", warnings[0])
 
 
 def advice(settings: OffloadingSettings, *tiers: CheckedTier) -> dict[str, str]:

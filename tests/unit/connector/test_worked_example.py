@@ -301,7 +301,7 @@ def launch(
 
 def _step_tier(storage: dict[OffloadKey, bytes]) -> TierSpec:
     def limits(_: object) -> TierLimits:
-        return TierLimits(job_deadline_s=1.0, lookup_deadline_s=1.0)
+        return TierLimits(job_deadline_s=1.0, lookup_deadline_s=1.0, min_free_bytes=1)
 
     return TierSpec(
         type="step",

@@ -146,6 +146,8 @@ def test_defaults_are_inert() -> None:
         {"max_job_keys": 0},
         {"max_block_bytes": True},
         {"staging_bytes": -1},
+        {"min_free_bytes": -1},
+        {"min_free_bytes": 0.5},
     ],
 )
 def test_limits_that_cannot_be_are_refused(change: dict[str, Any]) -> None:

@@ -29,7 +29,8 @@ def kv_core_register_tier():
         contract=ContractVersion(*{contract!r}),
         factory=lambda context: None,
         config_model=TierConfig,
-        limits=lambda config: TierLimits(job_deadline_s=1.0, lookup_deadline_s=1.0),
+        limits=lambda config: TierLimits(
+            job_deadline_s=1.0, lookup_deadline_s=1.0, min_free_bytes=1),
     )
 """
 

@@ -87,7 +87,9 @@ _SPEC = TierSpec(
     contract=ContractVersion(1, 0),
     factory=_Tier,
     config_model=_Config,
-    limits=lambda config: TierLimits(job_deadline_s=config.depth, lookup_deadline_s=1.0),
+    limits=lambda config: TierLimits(
+        job_deadline_s=config.depth, lookup_deadline_s=1.0, min_free_bytes=1
+    ),
 )
 
 _NAMESPACE = Namespace(
@@ -171,7 +173,12 @@ def test_unknown_settings_are_named() -> None:
 
 def test_larger_blocks_than_the_tier_takes_are_refused() -> None:
     """The limit is enforced at start, not at the first store."""
-    limits = TierLimits(job_deadline_s=1.0, lookup_deadline_s=1.0, max_block_bytes=BLOCK_BYTES - 1)
+    limits = TierLimits(
+        job_deadline_s=1.0,
+        lookup_deadline_s=1.0,
+        max_block_bytes=BLOCK_BYTES - 1,
+        min_free_bytes=1,
+    )
     with pytest.raises(ConfigError, match="at most 4095 bytes, but a block has 4096"):
         _open(dataclasses.replace(_SPEC, limits=lambda _: limits))
     fits = dataclasses.replace(limits, max_block_bytes=BLOCK_BYTES)

@@ -362,7 +362,9 @@ def install_tier(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], TierRegistr
                 contract=ContractVersion(1, 0),
                 factory=tier,
                 config_model=TierConfig,
-                limits=lambda _: TierLimits(job_deadline_s=1.0, lookup_deadline_s=1.0),
+                limits=lambda _: TierLimits(
+                    job_deadline_s=1.0, lookup_deadline_s=1.0, min_free_bytes=1
+                ),
             )
 
         module.__dict__["kv_core_register_tier"] = kv_core_register_tier

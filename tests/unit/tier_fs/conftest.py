@@ -84,6 +84,7 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., TierDriver]]:
         direct_io: bool = True,
         io_threads: int = 4,
         block_bytes: int = 4096,
+        min_free_bytes: int | str = 1,
         **driver_options: Any,
     ) -> TierDriver:
         spec = kv_core_register_tier()
@@ -91,6 +92,7 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., TierDriver]]:
             "root_dir": root_dir or tmp_path / "root",
             "direct_io": direct_io,
             "io_threads": io_threads,
+            "min_free_bytes": min_free_bytes,
         }
         config = parse_tier_config("fs", spec.config_model, settings)
         driver = TierDriver(

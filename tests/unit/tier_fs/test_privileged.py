@@ -15,6 +15,7 @@ import pytest
 from kv_core.contract import JobErrorKind
 from kv_core.errors import TierOpenError
 from kv_core.tierkit.testing import example_key
+from kv_tier_fs._free_space import FreeSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,8 +117,12 @@ with drive({str(public_dir)!r}) as driver:
     assert said.split("\n")[:3] == ["failed", "failed", "[False] 1.0"]
 
 
-def test_a_full_file_system_declines_and_recovers(drive: Drive, small_dir: Path) -> None:
+def test_a_full_file_system_declines_and_recovers(
+    drive: Drive, small_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ENOSPC declines blocks, leaves no temporary file, and ends with the shortage (DATA-11)."""
+    # The floor sees nothing coming, as when others fill the disk between a look and a write.
+    monkeypatch.setattr(FreeSpace, "take", lambda *_: None)
     driver = drive(small_dir / "root", block_bytes=65536, num_blocks=32)
     many = [example_key(number) for number in range(32)]
     result = driver.store(many)
@@ -133,6 +138,34 @@ def test_a_full_file_system_declines_and_recovers(drive: Drive, small_dir: Path)
     for path in small_dir.rglob("*.bin"):
         path.unlink()
     assert driver.store(many[:8]).success
+    driver.close()
+
+
+def test_a_floor_is_kept_on_a_real_file_system(drive: Drive, small_dir: Path) -> None:
+    """Stores end at the floor, not at the end of the disk, and begin again above it."""
+    floor_bytes = 1 << 19
+    driver = drive(
+        small_dir / "root",
+        block_bytes=65536,
+        num_blocks=32,
+        min_free_bytes=floor_bytes,
+        io_threads=2,
+    )
+    many = [example_key(number) for number in range(32)]
+    result = driver.store(many)
+    assert result.error is not None
+    assert result.error.kind is JobErrorKind.DECLINED
+    assert "less than 'min_free_bytes' (512 KiB)" in result.error.message
+    stored = list(result.successful_keys)
+    status = os.statvfs(small_dir)
+    free_bytes = status.f_bavail * status.f_frsize
+    # One store thread is at most one file below; folders and the like are a few pages.
+    assert floor_bytes - 2 * 69632 < free_bytes < floor_bytes
+    assert driver.load(stored).success
+    assert driver.loaded(stored) == stored
+    for path in small_dir.rglob("*.bin"):
+        path.unlink()
+    assert driver.store(many[:4]).success
     driver.close()
 
 

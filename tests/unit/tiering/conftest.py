@@ -6,6 +6,7 @@ import errno
 import hashlib
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from typing_extensions import override
 
 from kv_core.contract import (
+    Capability,
     ContractVersion,
     JobError,
     JobErrorKind,
@@ -30,6 +32,7 @@ from kv_core.contract import (
     TierContext,
     TierLimits,
     TierSpec,
+    TierUsage,
     make_offload_key,
 )
 from kv_core.cpu import CPUPrimaryTierOffloadingManager
@@ -236,6 +239,16 @@ class ScriptedTier(SecondaryTierManager):
         self._enter("touch")
 
     @override
+    def usage(self) -> TierUsage:
+        self._enter("usage")
+        return super().usage()
+
+    @override
+    def delete(self, keys: Sequence[OffloadKey]) -> None:
+        self._enter("delete")
+        super().delete(keys)
+
+    @override
     def has_pending_work(self) -> bool:
         self._enter("has_pending_work")
         return self.pending
@@ -339,6 +352,7 @@ class Engine:
         can_reopen: bool = True,
         block_bytes: int = BLOCK_BYTES,
         tier: Callable[[TierContext], SecondaryTierManager] | None = None,
+        capabilities: Iterable[Capability] = (Capability.EVENTS, Capability.TOUCH),
         **settings: Any,
     ) -> None:
         """Open everything.
@@ -354,6 +368,7 @@ class Engine:
             can_reopen: Whether tiers can be opened under another epoch.
             block_bytes: Payload of a slot.
             tier: Makes a tier that is in the place of the scripted ones.
+            capabilities: What each tier declares.
             settings: Fields of ``TieringConfig``.
         """
         self.clock = FakeClock()
@@ -379,14 +394,15 @@ class Engine:
             lookup_deadline_s=lookup_deadline_s,
             max_job_keys=max_job_keys,
         )
+        self._spec = replace(_SPEC, capabilities=frozenset(capabilities))
         self.tiers: list[ScriptedTier] = []
         if tier is None:
             self.tiers = [
                 ScriptedTier(self._context(f"tier{index}"), self.log) for index in range(num_tiers)
             ]
-            opened = [OpenTier(tier.name, _SPEC, self._limits, tier) for tier in self.tiers]
+            opened = [OpenTier(tier.name, self._spec, self._limits, tier) for tier in self.tiers]
         else:
-            opened = [OpenTier("tier0", _SPEC, self._limits, tier(self._context("tier0")))]
+            opened = [OpenTier("tier0", self._spec, self._limits, tier(self._context("tier0")))]
         self.config = TieringConfig(**settings)
         self.manager = TieringOffloadingManager(
             self.primary,
@@ -405,7 +421,7 @@ class Engine:
         index = int(name.removeprefix("tier"))
         self.tiers[index] = ScriptedTier(self._context(name, epoch), self.log)
         self.tiers[index].policy = self.reopened_policy
-        return OpenTier(name, _SPEC, self._limits, self.tiers[index])
+        return OpenTier(name, self._spec, self._limits, self.tiers[index])
 
     def _context(self, name: str, epoch: int = 0) -> TierContext:
         return TierContext(
@@ -571,7 +587,7 @@ class RealEngine(Engine):
     @override
     def _reopen(self, name: str, epoch: int) -> OpenTier:
         self.gated = GatedTier(self._context(name, epoch))
-        return OpenTier(name, _SPEC, self._limits, self.gated)
+        return OpenTier(name, self._spec, self._limits, self.gated)
 
     def has(self, *keys: OffloadKey) -> None:
         """Put blocks into the tier, as if another process had stored them."""

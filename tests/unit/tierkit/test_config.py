@@ -41,9 +41,12 @@ def test_settings_have_bounds(setting: str, value: float) -> None:
 def test_limits_carry_the_settings() -> None:
     """What the operator sets is what the engine acts on."""
     config = TierKitConfig(job_deadline_s=7, lookup_deadline_s=2, error_backoff_s=0.5)
-    limits = config.limits(min_retained_blocks=9, staging_bytes=1, max_job_keys=64)
+    limits = config.limits(
+        min_retained_blocks=9, staging_bytes=1, max_job_keys=64, min_free_bytes=7
+    )
     assert (limits.job_deadline_s, limits.lookup_deadline_s, limits.error_backoff_s) == (7, 2, 0.5)
     assert (limits.min_retained_blocks, limits.staging_bytes, limits.max_job_keys) == (9, 1, 64)
+    assert limits.min_free_bytes == 7
 
 
 def test_a_full_backend_is_no_fault_of_a_load() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,16 @@ from kv_core.connector import (
     OffloadingSettings,
     config_advice,
     effective_config,
+    staging_bytes,
 )
 from kv_core.cpu import PrimaryGeometry
 from kv_core.errors import ConfigError, KVCoreError
-from kv_core.plugins import check_tier, parse_secondary_tiers
+from kv_core.plugins import (
+    check_tier,
+    parse_secondary_tiers,
+    require_block_size,
+    require_space_limit,
+)
 from kv_core.tiering import EngineReset
 
 if TYPE_CHECKING:
@@ -81,6 +87,11 @@ class ConfigReport:
     tiers: tuple[CheckedTier, ...]
     primary: PrimarySize | None
 
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that the tiers take beside the primary tier at most."""
+        return staging_bytes(self.tiers)
+
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
         return {
@@ -95,6 +106,7 @@ class ConfigReport:
             "warnings": [asdict(advice) for advice in self.warnings],
             "notes": [asdict(advice) for advice in self.notes],
             "primary": None if self.primary is None else asdict(self.primary),
+            "staging_bytes": self.staging_bytes,
             "config": self.effective,
             "tiers": [
                 {
@@ -134,8 +146,12 @@ def check(found: ConfigInput, shape: ModelShape, registry: TierRegistry) -> Conf
             )
         except KVCoreError as error:
             errors.append(error)
-        else:
-            tiers.append(tier)
+            continue
+        tiers.append(tier)
+        try:
+            require_space_limit(tier, read_only=entry.read_only)
+        except ConfigError as error:
+            errors.append(error)
     if settings is None:
         return ConfigReport(tuple(errors), found.warnings, (), None, tuple(tiers), None)
     errors.extend(_spec_errors(settings))
@@ -280,15 +296,9 @@ def _block_size_factor(settings: OffloadingSettings, shape: ModelShape) -> int |
     return factor
 
 
-def _too_large(tiers: Sequence[CheckedTier], primary: PrimarySize) -> list[ConfigError]:
-    return [
-        ConfigError(
-            f"tier {tier.name!r} takes blocks of at most {tier.limits.max_block_bytes} bytes, but "
-            f"a block has {primary.row_bytes}; set a lower 'blocks_per_chunk' or 'block_size', or "
-            "use another tier",
-            setting="blocks_per_chunk",
-        )
-        for tier in tiers
-        if tier.limits.max_block_bytes is not None
-        and primary.row_bytes > tier.limits.max_block_bytes
-    ]
+def _too_large(tiers: Sequence[CheckedTier], primary: PrimarySize) -> Iterator[ConfigError]:
+    for tier in tiers:
+        try:
+            require_block_size(tier, primary.row_bytes)
+        except ConfigError as error:
+            yield error

@@ -35,7 +35,7 @@ def print_config_report(console: Console, report: ConfigReport) -> None:
     for tier in report.tiers:
         console.print(_tier_table(tier, modes.get(tier.name, {})))
     if report.primary is not None:
-        console.print(_primary_table(report.primary))
+        console.print(_primary_table(report.primary, report.staging_bytes))
     for title, found in (("warning", report.warnings), ("note", report.notes)):
         _print_advice(console, title, found)
     if not report.errors:
@@ -67,11 +67,12 @@ def _tier_table(tier: CheckedTier, entry: dict[str, Any]) -> Table:
     return table
 
 
-def _primary_table(primary: PrimarySize) -> Table:
+def _primary_table(primary: PrimarySize, staging_bytes: int) -> Table:
     table = Table("", "", title="Primary tier", show_header=False)
     table.add_row("blocks (num_blocks)", str(primary.num_blocks))
     table.add_row("bytes of one block (row)", _bytes(primary.row_bytes))
     table.add_row("bytes used", _bytes(primary.used_bytes))
+    table.add_row("bytes that tiers stage at most", _bytes(staging_bytes))
     table.add_row("tokens that fit", "not known" if primary.tokens is None else str(primary.tokens))
     table.add_row("blocks for promotions", str(primary.lease_blocks))
     return table

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kv_core.connector import Advice
+from kv_core.connector import Advice, memory_limit_bytes, staging_bytes
 from kv_core.contract import Capability
 from kv_core.units import format_bytes
 
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["HostFacts", "host_advice"]
 
 _SEED_VARIABLE: Final = "PYTHONHASHSEED"
-
-# Limits of the container, where there is one: version 2 of control groups, then version 1.
-_CGROUP_LIMITS: Final = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +46,7 @@ class HostFacts:
             free_bytes = found.f_bavail * found.f_frsize
         except OSError as error:
             problem = error.strerror or str(error)
-        return cls(_memory_bytes(), problem, free_bytes, environment.get(_SEED_VARIABLE))
+        return cls(memory_limit_bytes(), problem, free_bytes, environment.get(_SEED_VARIABLE))
 
 
 def host_advice(
@@ -83,12 +77,15 @@ def host_advice(
             "the mount (Docker: --shm-size; Kubernetes: sizeLimit of an emptyDir with medium "
             "Memory), remove leftovers, or lower 'cpu_bytes_to_use'",
         )
-    if facts.memory_bytes is not None and needed_bytes > facts.memory_bytes:
+    staged_bytes = staging_bytes(tiers)
+    if facts.memory_bytes is not None and needed_bytes + staged_bytes > facts.memory_bytes:
+        staged = f", and its tiers stage up to {_exact(staged_bytes)}" if staged_bytes else ""
         yield Advice(
             "cpu_bytes_to_use",
-            f"'cpu_bytes_to_use' is {_exact(settings.cpu_bytes_to_use)}, more than the "
-            f"{_exact(facts.memory_bytes)} of memory that a process can have here; lower it, and "
-            "leave room for the inference engine",
+            f"the primary tier needs {_exact(needed_bytes)}{staged}: more than the "
+            f"{_exact(facts.memory_bytes)} of memory that a process can have here, and the engine "
+            "would refuse to start. Lower 'cpu_bytes_to_use', and leave room for the inference "
+            "engine",
         )
     if facts.hash_seed in (None, "", "random"):
         for tier in tiers:
@@ -105,15 +102,3 @@ def host_advice(
 
 def _exact(size_bytes: int) -> str:
     return f"{size_bytes} bytes ({format_bytes(size_bytes)})"
-
-
-def _memory_bytes() -> int | None:
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _CGROUP_LIMITS:
-        try:
-            limits.append(int(path.read_text()))
-        except (OSError, ValueError):
-            # No such control group, or "max".
-            continue
-    usable = [limit for limit in limits if limit > 0]
-    return min(usable) if usable else None

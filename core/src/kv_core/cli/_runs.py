@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,7 +47,7 @@ def run_here(
     from kv_core.workload.replay import replay_trace
 
     def run(progress: Callable[[int], None] | None = None) -> ReplayReport:
-        with interrupts_held_back() as check, _without_advice():
+        with interrupts_held_back() as check:
             return replay_trace(
                 trace, config, registry=registry, progress=progress, between_steps=check
             )
@@ -66,21 +64,6 @@ def run_here(
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=len(trace.requests))
         return run(lambda finished: bar.update(task, completed=finished))
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Keep advice on the configuration out: it is for engines that serve.
-
-    ``kv-core check-config`` gives it too.
-    """
-    logger = logging.getLogger("kv_core.connector.advice")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def run_in_fresh_process(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:

@@ -8,6 +8,7 @@ give, and passes the metadata from one to the other however it likes.
 from kv_core.connector._advice import Advice, config_advice
 from kv_core.connector._effective import effective_config
 from kv_core.connector._matching import RequestBlocks
+from kv_core.connector._memory import memory_limit_bytes, staging_bytes
 from kv_core.connector._protocol import (
     ConnectorMetadata,
     ConnectorOutput,
@@ -45,4 +46,6 @@ __all__ = [
     "Transfer",
     "config_advice",
     "effective_config",
+    "memory_limit_bytes",
+    "staging_bytes",
 ]

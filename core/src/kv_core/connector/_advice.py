@@ -7,9 +7,8 @@ nothing asked of the machine.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from kv_core.contract import Capability
 from kv_core.tiering import TieringConfig
 
 if TYPE_CHECKING:
@@ -18,9 +17,7 @@ if TYPE_CHECKING:
     from kv_core.connector._settings import OffloadingSettings
     from kv_core.plugins import CheckedTier
 
-__all__ = ["Advice", "config_advice", "unbounded_tiers"]
-
-_FLOOR_SETTING: Final = "min_free_bytes"
+__all__ = ["Advice", "config_advice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +41,12 @@ def config_advice(settings: OffloadingSettings, tiers: Sequence[CheckedTier]) ->
         tiers: Those of its secondary tiers that could be checked.
     """
     return (
-        *unbounded_tiers(settings, tiers),
         *_tier_modes(settings),
         *_same_storage(tiers),
         *_deadlines(settings),
         *_tier_deadlines(settings, tiers),
         *_without_effect(settings),
     )
-
-
-def unbounded_tiers(settings: OffloadingSettings, tiers: Iterable[CheckedTier]) -> Iterator[Advice]:
-    """Yield the tiers that may fill their storage: no capacity, no floor of free space."""
-    read_only = {entry.name for entry in settings.secondary_tiers if entry.read_only}
-    for tier in tiers:
-        bounded = Capability.BOUNDED in tier.spec.capabilities
-        if bounded or tier.name in read_only or getattr(tier.config, _FLOOR_SETTING, None):
-            continue
-        remedy = (
-            f"set its {_FLOOR_SETTING!r}"
-            if _FLOOR_SETTING in type(tier.config).model_fields
-            else "give it storage of its own with a quota, and remove old blocks from outside"
-        )
-        yield Advice(
-            f"{tier.name}.{_FLOOR_SETTING}",
-            f"tier {tier.name!r} has no limit of capacity and no floor of free space: it stores "
-            f"until its storage is full; {remedy}",
-        )
 
 
 def _tier_modes(settings: OffloadingSettings) -> Iterator[Advice]:

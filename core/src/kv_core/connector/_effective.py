@@ -6,7 +6,6 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from kv_core.connector._advice import unbounded_tiers
 from kv_core.tiering import TieringConfig, TierMode
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["effective_config", "log_start"]
 
 _LOGGER: Final = logging.getLogger("kv_core.connector")
-_ADVICE_LOGGER: Final = logging.getLogger("kv_core.connector.advice")
 
 
 def effective_config(settings: OffloadingSettings, tiers: Iterable[CheckedTier]) -> dict[str, Any]:
@@ -38,13 +36,10 @@ def effective_config(settings: OffloadingSettings, tiers: Iterable[CheckedTier])
 
 
 def log_start(settings: OffloadingSettings, tiers: Sequence[CheckedTier]) -> None:
-    """Write the configuration to the log, one line, and what may go wrong with it."""
+    """Write the configuration to the log, one line."""
     _LOGGER.info(
         "effective configuration: %s", json.dumps(effective_config(settings, tiers), default=str)
     )
-    unbounded = [advice.message for advice in unbounded_tiers(settings, tiers)]
-    if unbounded:
-        _ADVICE_LOGGER.warning("%s", "; ".join(unbounded))
 
 
 def _entry(entry: TierSettings, tier: CheckedTier | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, final
 from typing_extensions import override
 
 from kv_core.connector._effective import log_start
+from kv_core.connector._memory import memory_limit_bytes, require_memory
 from kv_core.connector._settings import OffloadingSettings
 from kv_core.contract import NullMetrics, PrimaryView
 from kv_core.cpu import (
@@ -32,7 +33,7 @@ from kv_core.engine import (
     OffloadingSpecFactory,
 )
 from kv_core.errors import RegionError
-from kv_core.plugins import TierRegistry, check_tier, open_tier
+from kv_core.plugins import TierRegistry, check_tier, open_tier, require_space_limit
 from kv_core.tiering import TieringOffloadingManager, TierMode, TierOptions
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ class CPUOffloadingSpec(HostBackedSpec):
     def _create_manager(self) -> OffloadingManager:
         self.settings.require_two_levels()
         log_start(self.settings, ())
+        require_memory(self.geometry.region_bytes, (), memory_limit_bytes())
         return CPUOffloadingManager(
             self.geometry.num_blocks,
             self.settings.eviction_policy,
@@ -281,6 +283,9 @@ class TieringOffloadingSpec(HostBackedSpec):
             for entry in entries
         ]
         log_start(self.settings, checked)
+        for entry, tier in zip(entries, checked, strict=True):
+            require_space_limit(tier, read_only=entry.read_only)
+        require_memory(self.geometry.region_bytes, checked, memory_limit_bytes())
         with ExitStack() as opened:
             view = opened.enter_context(self._open_region().create_kv_memoryview())
             primary = CPUPrimaryTierOffloadingManager(
@@ -293,9 +298,9 @@ class TieringOffloadingSpec(HostBackedSpec):
             )
             tiers: list[OpenTier] = []
             for entry in entries:
-                tier = self._open(entry, registry, self.config.namespace)
-                opened.callback(_abandon, tier)
-                tiers.append(tier)
+                opened_tier = self._open(entry, registry, self.config.namespace)
+                opened.callback(_abandon, opened_tier)
+                tiers.append(opened_tier)
             opened.pop_all()
         self._tiering = TieringOffloadingManager(
             primary,
@@ -339,6 +344,7 @@ class TieringOffloadingSpec(HostBackedSpec):
             clock=self._clock,
             metrics=NullMetrics(),
             registry=registry,
+            read_only=entry.read_only,
         )
 
 

@@ -84,6 +84,10 @@ class TierLimits:
         max_block_bytes: Largest block the tier takes, or ``None``.
         max_job_keys: Most keys in one job; the engine splits. ``None``: any number.
         staging_bytes: Most extra memory in flight; 0 means zero-copy.
+        min_free_bytes: The tier declines stores while its storage has less free space than this;
+            0: it does not look. The engine demands it, or ``BOUNDED``, of every tier that it
+            stores to. Where space has no end that the tier could see, as in an object store, any
+            floor is kept: declare 1.
     """
 
     job_deadline_s: float
@@ -95,6 +99,7 @@ class TierLimits:
     max_block_bytes: int | None = None
     max_job_keys: int | None = None
     staging_bytes: int = 0
+    min_free_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Refuse numbers that no deadline or size can have: the engine would wait for ever.
@@ -106,7 +111,7 @@ class TierLimits:
             self._check(name, float, above=0)
         for name in ("error_backoff_s", "visibility_delay_s"):
             self._check(name, float, least=0)
-        for name in ("min_retained_blocks", "staging_bytes"):
+        for name in ("min_retained_blocks", "staging_bytes", "min_free_bytes"):
             self._check(name, int, least=0)
         for name in ("max_block_bytes", "max_job_keys"):
             if getattr(self, name) is not None:

@@ -11,6 +11,7 @@ and that module implements the hooks of :mod:`kv_core.plugins.hookspecs`, marked
 
 from kv_core.plugins import hookspecs
 from kv_core.plugins._check import CheckedTier, check_tier
+from kv_core.plugins._demands import require_block_size, require_space_limit
 from kv_core.plugins._installed import ENTRY_POINT_GROUP, InstalledTier
 from kv_core.plugins._open import OpenTier, open_tier
 from kv_core.plugins._registry import TierRegistry
@@ -27,4 +28,6 @@ __all__ = [
     "hookspecs",
     "open_tier",
     "parse_secondary_tiers",
+    "require_block_size",
+    "require_space_limit",
 ]

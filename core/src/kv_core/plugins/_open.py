@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kv_core.contract import Capability, SecondaryTierManager, TierContext
-from kv_core.errors import ConfigError, KVCoreError, NamespaceError, TierOpenError
+from kv_core.errors import KVCoreError, NamespaceError, TierOpenError
 from kv_core.plugins._check import (
     broken_tier,
     check_tier,
     describe_error,
     harmless_cause,
 )
+from kv_core.plugins._construct import construct_tier
+from kv_core.plugins._demands import require_block_size, require_space_limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,10 +60,13 @@ def open_tier(
     clock: Clock,
     metrics: MetricsSink,
     registry: TierRegistry | None = None,
+    read_only: bool = False,
 ) -> OpenTier:
     """Validate everything that can be validated, then construct the tier.
 
-    May block up to the tier's ``open_deadline_s``, as its constructor may.
+    May block up to the tier's ``open_deadline_s``, in real seconds. The constructor runs on a
+    thread of its own, so one that hangs is an error and not a hang; the memory of the primary
+    tier then stays mapped until the constructor comes back.
 
     Args:
         tier: The tier's type, to be found among the installed ones, or its spec.
@@ -73,16 +78,18 @@ def open_tier(
         clock: Monotonic seconds.
         metrics: Where the tier reports its own measurements.
         registry: Where to look for a type; by default what is installed in this environment.
+        read_only: Whether nothing is ever going to be stored to the tier.
 
     Raises:
         UnknownTierError: No installed package provides the type.
         DuplicateTierError: Several packages claim the type.
         BrokenPluginError: The plugin cannot be used, or its factory returns no tier.
         IncompatibleTierError: The tier is written for another contract version.
-        ConfigError: Settings are missing, unknown or invalid, or the blocks are too large.
+        ConfigError: Settings are missing, unknown or invalid, the blocks are too large, or the
+            tier is stored to and has neither a capacity nor a floor of free space.
         NamespaceError: The namespace and the primary disagree on the block size.
         HashSeedError: The tier is persistent, but keys differ from process to process.
-        TierOpenError: The constructor failed.
+        TierOpenError: The constructor failed, or took longer than it declares.
     """
     checked = check_tier(tier, name=name, settings=settings, registry=registry)
     spec, limits = checked.spec, checked.limits
@@ -92,13 +99,8 @@ def open_tier(
             f"of the primary tier have {primary.block_bytes}",
             field="block_bytes",
         )
-    if limits.max_block_bytes is not None and primary.block_bytes > limits.max_block_bytes:
-        raise ConfigError(
-            f"tier {name!r} takes blocks of at most {limits.max_block_bytes} bytes, but a block "
-            f"has {primary.block_bytes}. Offload smaller blocks (set a lower 'blocks_per_chunk') "
-            "or use another tier",
-            setting="blocks_per_chunk",
-        )
+    require_block_size(checked, primary.block_bytes)
+    require_space_limit(checked, read_only=read_only)
     if Capability.PERSISTENT in spec.capabilities:
         namespace.require_reproducible_keys(needed_by=f"tier {name!r}")
     context = TierContext(
@@ -118,7 +120,7 @@ def open_tier(
 def _construct(checked: CheckedTier, context: TierContext) -> SecondaryTierManager:
     spec = checked.spec
     try:
-        manager: object = spec.factory(context)
+        manager = construct_tier(spec.factory, context, checked.limits.open_deadline_s)
     except KeyboardInterrupt:
         raise
     except BaseException as error:

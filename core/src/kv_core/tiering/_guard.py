@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from kv_core.contract import (
     ABSENT,
+    Capability,
     JobError,
     JobErrorKind,
     JobResult,
@@ -152,7 +153,9 @@ class GuardedTier:
         name: Name of the tier.
         index: Position in the lookup order.
         options: What the user said of the tier.
-        limits: What the tier declares.
+        limits: What the tier declares in numbers.
+        capabilities: What it promises beyond the core clauses. The optional method behind a
+            capability that it does not declare may raise, and is never called.
         health: Whether the tier is to be used at all.
         pressure: How many of its stores to drop.
         counts: Lookups by outcome and what became of stores, in blocks.
@@ -172,6 +175,7 @@ class GuardedTier:
         "_manager",
         "_overdue_limit",
         "_polled_at",
+        "capabilities",
         "counts",
         "exceptions",
         "health",
@@ -200,6 +204,7 @@ class GuardedTier:
         self.index = index
         self.options = options
         self.limits = tier.limits
+        self.capabilities = tier.spec.capabilities
         self.health = TierHealth(tier.name, config, clock)
         self.pressure = StorePressure(config.store_seconds_per_mib, clock)
         self.counts = dict.fromkeys(_COUNTS, 0)
@@ -365,7 +370,9 @@ class GuardedTier:
         self._call("on_schedule_end", lambda: self._manager.on_schedule_end(context), None)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Pass on a use of blocks."""
+        """Pass on a use of blocks, to a tier that declares ``TOUCH``."""
+        if Capability.TOUCH not in self.capabilities:
+            return
         self._call("touch", lambda: self._manager.touch(keys, req_context), None)
 
     def has_pending_work(self) -> bool:
@@ -373,7 +380,9 @@ class GuardedTier:
         return self._call("has_pending_work", self._manager.has_pending_work, default=False)
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Return the tier's events."""
+        """Return the events of a tier that declares ``EVENTS``."""
+        if Capability.EVENTS not in self.capabilities:
+            return []
         return self._call("take_events", lambda: list(self._manager.take_events()), [])
 
     def get_stats(self) -> dict[str, float]:

@@ -30,6 +30,7 @@ class TierKitConfig(TierConfig):
         max_block_bytes: int | None = None,
         max_job_keys: int | None = None,
         staging_bytes: int = 0,
+        min_free_bytes: int = 0,
     ) -> TierLimits:
         """Return the limits for the tier's ``TierSpec``: these settings plus what is given."""
         return TierLimits(
@@ -42,4 +43,5 @@ class TierKitConfig(TierConfig):
             max_block_bytes=max_block_bytes,
             max_job_keys=max_job_keys,
             staging_bytes=staging_bytes,
+            min_free_bytes=min_free_bytes,
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 import kv_core
-from kv_core.contract import ContractVersion, TierLimits, TierSpec
+from kv_core.contract import Capability, ContractVersion, TierLimits, TierSpec
 from kv_tier_example._config import ExampleConfig
 
 if TYPE_CHECKING:
@@ -68,4 +68,6 @@ def kv_core_register_tier() -> TierSpec:
         factory=_make_tier,
         config_model=HostileConfig,
         limits=_limits,
+        # Its faults are in what it says; what it keeps is up to the example tier.
+        capabilities=frozenset({Capability.BOUNDED}),
     )

@@ -13,9 +13,11 @@ from kv_core.contract import Capability, ContractVersion, TierLimits, TierSpec
 from kv_tier_fs._config import FsConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kv_core.contract import SecondaryTierManager, TierContext
 
-__all__ = ["FsConfig", "kv_core_register_tier"]
+__all__ = ["FsConfig", "kv_core_conformance_harness", "kv_core_register_tier"]
 
 # The tier removes nothing but damaged objects, so every block stays findable.
 _RETAINED_BLOCKS = 1 << 40
@@ -28,7 +30,7 @@ def _make_tier(context: TierContext) -> SecondaryTierManager:
 
 
 def _limits(config: FsConfig) -> TierLimits:
-    return config.limits(min_retained_blocks=_RETAINED_BLOCKS)
+    return config.limits(min_retained_blocks=_RETAINED_BLOCKS, min_free_bytes=config.min_free_bytes)
 
 
 @kv_core.hookimpl
@@ -43,3 +45,11 @@ def kv_core_register_tier() -> TierSpec:
         limits=_limits,
         capabilities=frozenset({Capability.INTEGRITY, Capability.PERSISTENT, Capability.SHARED}),
     )
+
+
+@kv_core.hookimpl
+def kv_core_conformance_harness(workdir: Path) -> object:
+    """Return what the conformance suite drives the tier with. Needs the extra ``conformance``."""
+    from kv_tier_fs._harness import FsHarness
+
+    return FsHarness(workdir)

@@ -21,6 +21,7 @@ from kv_core.errors import BlockDamagedError, BlockMissingError
 from kv_core.tierkit import ThreadedTier
 from kv_tier_fs._block_file import BlockFiles, identity_of
 from kv_tier_fs._folders import make_folders
+from kv_tier_fs._free_space import FreeSpace
 from kv_tier_fs._layout import FileLayout
 from kv_tier_fs._open import open_storage, probe_io
 from kv_tier_fs._trailer import TrailerFormat
@@ -52,6 +53,7 @@ class FsTier(ThreadedTier):
             TrailerFormat(self.context.namespace.fingerprint, self.context.block_bytes),
             direct_io=self.config.direct_io,
         )
+        self._space = FreeSpace(str(self._root_dir), self.config.min_free_bytes, self.context.clock)
         self._writer = open_storage(self._root_dir, self._layout, self.context.namespace)
         probe_io(self._root_dir, self._files, self._writer, self._source)
 
@@ -88,6 +90,7 @@ class FsTier(ThreadedTier):
         path = self._layout.block_path(key)
         if key not in self._distrusted and self._is_valid(path, key):
             return 0
+        self._space.take(self._files.file_bytes)
         writer = self._writer_now()
         try:
             self._publish(writer.temporary_path(), path, key, data)
