@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
 import xxhash
 
+from kv_core.contract import OffloadKey
 from kv_core.errors import BlockDamagedError
 
-if TYPE_CHECKING:
-    from kv_core.contract import OffloadKey
-
-__all__ = ["FORMAT_VERSION", "MAGIC", "TRAILER_BYTES", "TrailerFormat"]
+__all__ = ["FORMAT_VERSION", "MAGIC", "TRAILER_BYTES", "TrailerFormat", "key_in_trailer"]
 
 MAGIC: Final = b"KVCBLOCK"
 FORMAT_VERSION: Final = 1
@@ -101,3 +99,13 @@ class TrailerFormat:
             MAGIC, FORMAT_VERSION, len(key), self.payload_bytes, checksum, self._fingerprint
         )
         return fields + key
+
+
+def key_in_trailer(trailer: bytes) -> OffloadKey | None:
+    """Return the key that a trailer names, whoever wrote it; ``None`` when it is none."""
+    if len(trailer) != TRAILER_BYTES:
+        return None
+    magic, version, key_bytes, _, _, _ = _FIELDS.unpack_from(trailer)
+    if (magic, version) != (MAGIC, FORMAT_VERSION) or key_bytes > _MOST_KEY_BYTES:
+        return None
+    return OffloadKey(trailer[_FIELDS.size : _FIELDS.size + key_bytes])
