@@ -362,6 +362,25 @@ def test_an_error_of_close_is_contained(caplog: pytest.LogCaptureFixture) -> Non
     assert "close() raised" in caplog.text
 
 
+def test_a_close_that_hangs_does_not_hang_the_shutdown() -> None:
+    """The shutdown of an idle tier ends within the deadline, and again when it has come back."""
+    hang, closed = threading.Event(), threading.Event()
+
+    class HangingTier(GateTier):
+        @override
+        def close(self) -> None:
+            assert hang.wait(WAIT_S)
+            closed.set()
+
+    config = TierKitConfig(job_deadline_s=0.2)
+    with TierDriver(HangingTier, config) as driver:
+        assert tuple(driver.tier.shutdown()) == ()
+        assert not closed.is_set()
+        hang.set()
+        assert closed.wait(WAIT_S)
+    assert [thread.name for thread in threading.enumerate() if thread.name == "kv-tier-close"] == []
+
+
 # -- construction ---------------------------------------------------------------------------------
 
 

@@ -3,13 +3,15 @@
 **Who owns what.** The hooks ``exists``, ``read_block``, ``write_block`` and ``retire`` run on
 pool threads, several at a time. A pool thread owns the chunk it runs. The lock of
 a key is held while the key is stored, and while a bad object is read again and retired, so a
-fresh object is never retired in the place of the bad one.
+fresh object is never retired in the place of the bad one. ``close`` runs on a thread of its own,
+which the calling thread starts when all others have ended, and waits for.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import time
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Final, final
@@ -29,6 +31,7 @@ from kv_core.tierkit._errors import (
 from kv_core.tierkit._key_locks import KeyLocks
 from kv_core.tierkit._pool import LoadFirstPool
 from kv_core.tierkit._probes import ProbeThreads
+from kv_core.tierkit._threads import join_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +45,8 @@ __all__ = ["ThreadedTier"]
 logger = logging.getLogger(__name__)
 
 _PROBE_THREADS: Final = 2
+# The base waits for I/O until a tenth of the job deadline is left.
+_CLOSING_SHARE: Final = 0.1
 _HOOKS: Final = ("exists", "exists_many", "read_block", "write_block", "retire", "open", "close")
 
 
@@ -147,7 +152,7 @@ class ThreadedTier(KitTier):
         """
 
     def close(self) -> None:
-        """Close the storage, after the last call of any other hook."""
+        """Close the storage, after the last call of any other hook; on a thread of its own."""
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -155,6 +160,7 @@ class ThreadedTier(KitTier):
     def _open(self) -> tuple[Executor, Prober]:
         self._refuse_coroutines()
         name = f"kv-{self.context.tier_name}"
+        self._closer: threading.Thread | None = None
         self._locks = KeyLocks()
         self._pool = LoadFirstPool(self.config.io_threads, name=f"{name}-io")
         self._probes = ProbeThreads(self._answer, num_threads=_PROBE_THREADS, name=f"{name}-lookup")
@@ -185,8 +191,13 @@ class ThreadedTier(KitTier):
         stopped = self._pool.stop(min(timeout_s, end - time.monotonic()))
         if not (self._probes.stop(max(0.0, min(timeout_s, end - time.monotonic()))) and stopped):
             return False
-        self._close()
-        return True
+        if self._closer is None:
+            # A storage that hangs would keep the engine from ending.
+            name = f"kv-{self.context.tier_name}-close"
+            self._closer = threading.Thread(target=self._close, name=name, daemon=True)
+            self._closer.start()
+        slack_s = self.config.job_deadline_s * _CLOSING_SHARE
+        return join_all([self._closer], max(slack_s, end - time.monotonic()))
 
     def _close(self) -> None:
         try:

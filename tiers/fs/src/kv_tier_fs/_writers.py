@@ -76,15 +76,22 @@ class Writer:
         return f"{self._folder}/{next(self._names)}.tmp"
 
     def close(self) -> None:
-        """Remove the temporary files and give the lock up. Idempotent."""
-        if self._descriptor is None:
+        """Remove the temporary files and give the lock up. Idempotent.
+
+        Raises:
+            OSError: The lock file cannot be removed. It is no longer locked, so that it passes
+                for one of a dead writer.
+        """
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
             return
-        shutil.rmtree(self._folder, ignore_errors=True)
-        # The lock goes last: while it exists, its holder is alive.
-        with suppress(FileNotFoundError):
-            self._lock_path.unlink()
-        os.close(self._descriptor)
-        self._descriptor = None
+        try:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            # The lock goes last: while it exists, its holder is alive.
+            with suppress(FileNotFoundError):
+                self._lock_path.unlink()
+        finally:
+            os.close(descriptor)
 
 
 def reclaim_dead_writers(writers_dir: Path) -> int:
