@@ -1,0 +1,273 @@
+"""The pytest plugin. Without ``--conformance`` it does nothing.
+
+Two processes load it. The one the user started only supervises (:mod:`~kv_conformance.run._supervisor`);
+the one it starts collects the installed suite and runs it. Both take the place of whatever the user's
+project would have collected: tier names are no paths, and no ``conftest.py`` is loaded.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from kv_conformance.clauses import UnknownClauseError, clause_of
+from kv_conformance.harness import HarnessError
+from kv_conformance.rig import Broken, Budget, OutOfTime, Rigs
+from kv_conformance.run._case import CASES
+from kv_conformance.run._deviations import read_deviations
+from kv_conformance.run._explain import explain
+from kv_conformance.run._journal import journal_of_this_process, read_journal
+from kv_conformance.run._options import add_options, read_options
+from kv_conformance.run._report import write_report
+from kv_conformance.run._subjects import find_subjects
+from kv_conformance.run._summary import show
+from kv_conformance.run._supervisor import WORKDIR_VARIABLE, supervise
+from kv_conformance.run._verdict import Verdict, judge
+from kv_conformance.suite import SUITE_FILES, load_suite
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from kv_conformance.rig import Violation
+    from kv_conformance.run._case import Case
+    from kv_conformance.run._options import Options
+
+_SUBJECTS: Final = pytest.StashKey["dict[str, SubjectType]"]()
+_BUDGETS: Final = pytest.StashKey["dict[str, Budget]"]()
+_POSITIONAL: Final = pytest.StashKey["tuple[str, ...]"]()
+
+_EXIT: Final = {
+    Verdict.CONFORMANT: 0,
+    Verdict.PARTIAL: 1,
+    Verdict.NON_CONFORMANT: 1,
+    Verdict.ERROR: 3,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Keep the project's ``conftest.py`` out, and keep tier names from being taken for paths."""
+    known = early_config.known_args_namespace
+    if known.conformance:
+        known.file_or_dir = [str(file) for file in SUITE_FILES]
+        known.noconftest = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Supervise the run instead of collecting anything."""
+    option = config.option
+    if option.conformance_explain:
+        return _explain(option.conformance_explain)
+    if not option.conformance or option.help or option.version or option.markers:
+        return None
+    positional = tuple(option.file_or_dir)
+    config.stash[_POSITIONAL] = positional
+    config.args = [str(file) for file in SUITE_FILES]
+    _refuse_xdist(config)
+    if journal_of_this_process() is not None:
+        return None
+    return _supervised(config, read_options(config, positional))
+
+
+def _explain(clause_id: str) -> int:
+    try:
+        print(explain(clause_of(clause_id)))
+    except UnknownClauseError as error:
+        raise pytest.UsageError(str(error)) from error
+    return 0
+
+
+def _refuse_xdist(config: pytest.Config) -> None:
+    option = config.option
+    if getattr(option, "numprocesses", None) or getattr(option, "dist", "no") != "no":
+        raise pytest.UsageError(
+            "the conformance suite measures threads, descriptors and memory of one process and "
+            "cannot be spread over several: run it with '-n 0' (or '-p no:xdist')"
+        )
+
+
+# -- the supervising process ---------------------------------------------------------------------
+
+
+def _supervised(config: pytest.Config, options: Options) -> int:
+    load_suite()
+    try:
+        for clause_id in options.clauses:
+            clause_of(clause_id)
+        # In the user's time zone: an expiry is a day of theirs.
+        today = datetime.datetime.now().astimezone().date()
+        deviations = read_deviations(options.deviations, today) if options.deviations else []
+    except (HarnessError, UnknownClauseError) as error:
+        raise pytest.UsageError(str(error)) from error
+    status, events = supervise(options, config.invocation_params.args)
+    if status == pytest.ExitCode.USAGE_ERROR and not events:
+        return status
+    verdicts = judge(events, deviations)
+    problems = [event["message"] for event in events if event["event"] == "problem"]
+    files = write_report(
+        options.report_dir, verdicts, time_scale=options.time_scale, problems=problems
+    )
+    show(verdicts, problems, files)
+    if not verdicts:
+        return _EXIT[Verdict.ERROR]
+    return max(_EXIT[verdict.verdict] for verdict in verdicts)
+
+
+# -- the process that runs the tests ----------------------------------------------------------------
+
+
+def _is_running_the_suite(config: pytest.Config) -> bool:
+    return bool(config.option.conformance) and journal_of_this_process() is not None
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Find the tiers and bring up what their harnesses need."""
+    config = session.config
+    journal = journal_of_this_process()
+    if not config.option.conformance or journal is None:
+        return
+    journal.write("start")
+    options = read_options(config, config.stash[_POSITIONAL])
+    config.stash[_SUBJECTS] = subjects = {}
+    config.stash[_BUDGETS] = budgets = {}
+    try:
+        found = find_subjects(options.tiers, options.harnesses, Path(os.environ[WORKDIR_VARIABLE]))
+        for subject in found:
+            subject.harness.start()
+            subjects[subject.name] = subject
+    except HarnessError as error:
+        journal.write("problem", message=str(error))
+        journal.write("finished")
+        pytest.exit(str(error), returncode=3)
+    for subject in found:
+        budgets[subject.name] = Budget(scale=options.time_scale)
+        journal.write(
+            "subject",
+            tier=subject.name,
+            origin=subject.origin,
+            capabilities=sorted(
+                str(getattr(item, "value", item)) for item in subject.spec.capabilities
+            ),
+        )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Take down what was brought up."""
+    journal = journal_of_this_process()
+    if not session.config.option.conformance or journal is None:
+        return
+    for subject in session.config.stash.get(_SUBJECTS, {}).values():
+        subject.harness.stop()
+    journal.write("finished")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every test once for each tier that owes its clause."""
+    found: Case | None = getattr(metafunc.function, "conformance_case", None)
+    if found is None or not _is_running_the_suite(metafunc.config):
+        return
+    names = [
+        name
+        for name, subject in metafunc.config.stash[_SUBJECTS].items()
+        if found.clause.applies_to(subject.spec.capabilities)
+    ]
+    metafunc.parametrize("rigs", names, indirect=True, ids=names)
+
+
+@pytest.fixture
+def rigs(request: pytest.FixtureRequest) -> Rigs:
+    """What a test of the suite opens tiers with."""
+    config, name = request.config, request.param
+    found: Case = request.function.conformance_case
+    journal = journal_of_this_process()
+
+    def report(violation: Violation) -> None:
+        if journal is not None:
+            journal.write(
+                "violation",
+                tier=name,
+                case=found.name,
+                clause=violation.clause,
+                message=violation.message,
+            )
+
+    test = found.name.rpartition("::")[2]
+    return Rigs(config.stash[_SUBJECTS][name], test, config.stash[_BUDGETS][name], report)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what ran before the process was restarted, and what was not asked for."""
+    journal = journal_of_this_process()
+    if not config.option.conformance or journal is None:
+        return
+    begun = {
+        (event["tier"], event["case"])
+        for event in read_journal(journal.path)
+        if event["event"] == "begin"
+    }
+    wanted = set(read_options(config, ()).clauses)
+    kept, left_out = [], []
+    for item in items:
+        found, tier = _case_of(item), _tier_of(item)
+        if (
+            found is None
+            or tier is None
+            or (tier, found.name) in begun
+            or (wanted and found.clause.id not in wanted)
+        ):
+            left_out.append(item)
+        else:
+            item.user_properties.append(("clause", found.clause.id))
+            item.user_properties.append(("tier", tier))
+            if config.pluginmanager.hasplugin("timeout"):
+                # The suite has limits of its own, which follow from what the tier declares.
+                item.add_marker(pytest.mark.timeout(0))
+            kept.append(item)
+    order = {tier: number for number, tier in enumerate(config.stash[_SUBJECTS])}
+    kept.sort(key=lambda item: order[_tier_of(item) or ""])
+    items[:] = kept
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _case_of(item: pytest.Item) -> Case | None:
+    function = getattr(item, "function", None)
+    found: Case | None = getattr(function, "conformance_case", None)
+    return found if found is not None and CASES.get(found.name) is found else None
+
+
+def _tier_of(item: pytest.Item) -> str | None:
+    callspec = getattr(item, "callspec", None)
+    name: Any = callspec.params.get("rigs") if callspec is not None else None
+    return name if isinstance(name, str) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say which promise was broken instead of where the suite stood."""
+    report = yield
+    found = _case_of(item)
+    if found is None or call.excinfo is None or not _is_running_the_suite(item.config):
+        return report
+    error = call.excinfo.value
+    if isinstance(error, (Broken, OutOfTime)):
+        clause = clause_of(error.clause) if error.clause else found.clause
+        report.longrepr = (
+            f"{clause.id}: {clause.sentence}\n  found: {error.message}\n  {clause.link}"
+        )
+    elif isinstance(error, HarnessError):
+        report.longrepr = f"the harness cannot do what {found.clause.id} needs: {error}"
+    return report

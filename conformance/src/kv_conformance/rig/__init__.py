@@ -1,0 +1,21 @@
+"""The rig: one tier over one region, driven as an engine drives it, and watched."""
+
+from kv_conformance.rig._budget import Budget, OutOfTime
+from kv_conformance.rig._findings import Broken, Findings, Violation, expect
+from kv_conformance.rig._memory import Region
+from kv_conformance.rig._rig import Loaded, Rig
+from kv_conformance.rig._rigs import Rigs, SubjectType
+
+__all__ = [
+    "Broken",
+    "Budget",
+    "Findings",
+    "Loaded",
+    "OutOfTime",
+    "Region",
+    "Rig",
+    "Rigs",
+    "SubjectType",
+    "Violation",
+    "expect",
+]

@@ -1,0 +1,229 @@
+"""Makes rigs: what a test asks for, opened the way an engine opens a tier."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from kv_conformance.harness import Deadlines, HarnessError, Opening
+from kv_conformance.rig._findings import Findings
+from kv_conformance.rig._memory import Region
+from kv_conformance.rig._rig import Rig
+from kv_core.contract import Namespace, make_offload_key
+from kv_core.errors import KVCoreError
+from kv_core.keys import GroupGeometry
+from kv_core.plugins import open_tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from kv_conformance.harness import Harness
+    from kv_conformance.rig._budget import Budget
+    from kv_conformance.rig._findings import Violation
+    from kv_core.contract import OffloadKey, TierSpec
+
+__all__ = ["RecordedMetrics", "Rigs", "SubjectType", "namespace_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SubjectType:
+    """The tier type under test.
+
+    Attributes:
+        name: Type of the tier.
+        origin: Package and version it comes from.
+        spec: Its declaration.
+        harness: Its harness.
+        reference: How a helper process finds it: a tier type, or ``module:function``.
+        workdir: Folder of this tier in this run.
+    """
+
+    name: str
+    origin: str
+    spec: TierSpec
+    harness: Harness
+    reference: str
+    workdir: Path
+
+
+@final
+class RecordedMetrics:
+    """A metrics sink that keeps everything, for the search for secrets."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def add(self, name: str, amount: float = 1.0) -> None:  # noqa: ARG002
+        """Note the name."""
+        self.names.add(name)
+
+    def set(self, name: str, value: float) -> None:  # noqa: ARG002
+        """Note the name."""
+        self.names.add(name)
+
+    def observe(self, name: str, value: float) -> None:  # noqa: ARG002
+        """Note the name."""
+        self.names.add(name)
+
+
+def namespace_of(block_bytes: int, **changes: Any) -> Namespace:
+    """Return a complete namespace, with the given fields changed."""
+    group = GroupGeometry(tokens_per_block=16, bytes_per_block=block_bytes, num_layers=1)
+    fields: dict[str, Any] = {
+        "model": "conformance/model",
+        "model_fingerprint": "c0ffee0123456789",
+        "revision": "main",
+        "dtype": "bfloat16",
+        "kv_layout": "conformance",
+        "groups": (group,),
+        "block_bytes": block_bytes,
+        "tokens_per_hash": 16,
+        "hash_algorithm": "sha256",
+        "hash_seed": "0",
+    }
+    return Namespace(**{**fields, **changes})
+
+
+@final
+class Rigs:
+    """Opens rigs for one test, and closes them after it.
+
+    Args:
+        subject_type: What is tested.
+        test: Name of the test: storages are named after it.
+        budget: The time for waits.
+        report: Receives violations.
+
+    Attributes:
+        findings: Where tests put violations.
+    """
+
+    def __init__(
+        self,
+        subject_type: SubjectType,
+        test: str,
+        budget: Budget,
+        report: Callable[[Violation], None],
+    ) -> None:
+        self.subject_type = subject_type
+        self.budget = budget
+        self.findings = Findings(report)
+        self._test = test
+        self._storages = itertools.count(1)
+        self._keys = itertools.count(1)
+        self._open: list[Rig] = []
+
+    # -- names ----------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> TierSpec:
+        """The declaration of the tier."""
+        return self.subject_type.spec
+
+    @property
+    def harness(self) -> Harness:
+        """The harness of the tier."""
+        return self.subject_type.harness
+
+    def storage(self) -> str:
+        """Return the name of a storage that nobody has used."""
+        digest = hashlib.sha256(self._test.encode()).hexdigest()[:8]
+        return f"{self._test[:24]}-{digest}-{next(self._storages)}".replace("_", "-")
+
+    def key(self, group_idx: int = 0) -> OffloadKey:
+        """Return a key that nobody has used in this test."""
+        text = f"{self._test}/{next(self._keys)}"
+        return make_offload_key(hashlib.sha256(text.encode()).digest(), group_idx)
+
+    def keys(self, count: int, group_idx: int = 0) -> list[OffloadKey]:
+        """Return keys that nobody has used in this test."""
+        return [self.key(group_idx) for _ in range(count)]
+
+    # -- rigs -----------------------------------------------------------------------------------
+
+    def opening(self, **changes: Any) -> Opening:
+        """Return an opening of a new storage, with the given fields changed."""
+        return Opening(**{"storage": self.storage(), "block_bytes": 4096, **changes})
+
+    def open(
+        self,
+        *,
+        storage: str | None = None,
+        num_blocks: int = 32,
+        block_bytes: int = 4096,
+        row_stride: int | None = None,
+        namespace: Namespace | None = None,
+        deadlines: Deadlines | None = None,
+        capacity_blocks: int | None = None,
+        faults: bool = False,
+        retention_blocks: int = 64,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Rig:
+        """Open the tier over a region of its own.
+
+        Args:
+            storage: Name of the storage; by default an empty one.
+            num_blocks: Slots of the region.
+            block_bytes: Payload bytes of a slot.
+            row_stride: Bytes from slot to slot; by default ``block_bytes``.
+            namespace: By default the same one for every rig of a block size.
+            deadlines: Limits to ask for; by default long ones.
+            capacity_blocks: See :class:`~kv_conformance.harness.Opening`.
+            faults: See there.
+            retention_blocks: See there.
+            settings: Instead of what the harness says.
+
+        Raises:
+            HarnessError: The tier cannot be opened, although nothing is wrong.
+        """
+        opening = Opening(
+            storage=storage or self.storage(),
+            block_bytes=block_bytes,
+            deadlines=deadlines or Deadlines(),
+            capacity_blocks=capacity_blocks,
+            faults=faults,
+            retention_blocks=retention_blocks,
+        )
+        if settings is None:
+            settings = self.harness.settings(opening)
+        namespace = namespace or namespace_of(block_bytes)
+        region = Region(num_blocks, block_bytes, row_stride or block_bytes)
+        metrics = RecordedMetrics()
+        try:
+            opened = open_tier(
+                self.spec,
+                name=self.spec.type,
+                settings=settings,
+                namespace=namespace,
+                primary=region.primary,
+                clock=time.monotonic,
+                metrics=metrics,
+            )
+        except KVCoreError as error:
+            region.unmap()
+            raise HarnessError(
+                f"the tier cannot be opened with the settings of its harness ({opening}): {error}"
+            ) from error
+        rig = Rig(
+            subject_type=self.subject_type,
+            tier=opened.manager,
+            limits=opened.limits,
+            namespace=namespace,
+            opening=opening,
+            settings=settings,
+            region=region,
+            findings=self.findings,
+            budget=self.budget,
+            metrics=metrics,
+        )
+        self._open.append(rig)
+        return rig
+
+    def close(self) -> None:
+        """Close every rig, the last first."""
+        while self._open:
+            self._open.pop().close()

@@ -1,0 +1,1 @@
+"""One run of the suite: cases, journal, supervisor, verdict and report."""

@@ -1,0 +1,65 @@
+"""The journal: what happened, written down at once, because the process may not live long.
+
+The process that runs the tests appends one line of JSON per event; the supervisor reads them all
+when that process has ended, however it ended. Outcomes are taken from here and not from pytest's
+reports, which any plugin may change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["JOURNAL_VARIABLE", "Journal", "journal_of_this_process", "read_journal"]
+
+JOURNAL_VARIABLE: Final = "KV_CONFORMANCE_JOURNAL"
+"""Names the journal in the environment of the process that runs the tests."""
+
+
+@final
+class Journal:
+    """Appends events to a file.
+
+    Thread-safe: an event is one write of one line to a file opened for appending.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self.path = path
+
+    @property
+    def descriptor(self) -> int:
+        """The open file: not a leak of the tier."""
+        return self._descriptor
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append an event."""
+        os.write(self._descriptor, (json.dumps({"event": event, **fields}) + "\n").encode())
+
+
+_opened: dict[str, Journal] = {}
+
+
+def journal_of_this_process() -> Journal | None:
+    """Return the journal that the environment names, or ``None``: the tests are not supervised."""
+    name = os.environ.get(JOURNAL_VARIABLE)
+    if not name:
+        return None
+    if name not in _opened:
+        _opened[name] = Journal(Path(name))
+    return _opened[name]
+
+
+def read_journal(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a journal; a last line that was cut off is left out."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue

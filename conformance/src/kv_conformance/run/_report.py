@@ -1,0 +1,164 @@
+"""The report: for machines, for people, and a badge."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import kv_conformance
+from kv_conformance.run._verdict import Verdict
+from kv_core.contract import CONTRACT_VERSION, Capability
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_conformance.run._verdict import ClauseResult, TierVerdict
+
+__all__ = ["SCHEMA", "make_report", "write_report"]
+
+SCHEMA: Final = 1
+"""Version of the report's layout. Fields are only ever added within one."""
+
+_COLOURS: Final = {
+    Verdict.CONFORMANT: "brightgreen",
+    Verdict.PARTIAL: "yellow",
+    Verdict.NON_CONFORMANT: "red",
+    Verdict.ERROR: "lightgrey",
+}
+
+
+def make_report(
+    verdicts: Sequence[TierVerdict], *, time_scale: float, problems: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the report as plain values.
+
+    Args:
+        verdicts: One per tier.
+        time_scale: The factor on time limits.
+        problems: What kept the suite from starting.
+    """
+    return {
+        "schema": SCHEMA,
+        "contract": str(CONTRACT_VERSION),
+        "suite": kv_conformance.__version__,
+        "suite_sha256": suite_digest(),
+        "time_scale": time_scale,
+        "environment": {
+            "python": platform.python_version(),
+            "implementation": sys.implementation.name,
+            "system": f"{platform.system()} {platform.release()}",
+            "machine": platform.machine(),
+            "kv-core": metadata.version("kv-core"),
+            "pytest": metadata.version("pytest"),
+        },
+        "problems": list(problems),
+        "tiers": [_tier(verdict) for verdict in verdicts],
+    }
+
+
+def suite_digest() -> str:
+    """Return the SHA-256 of all source files of the suite, names included."""
+    root = Path(kv_conformance.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _tier(verdict: TierVerdict) -> dict[str, Any]:
+    declared = set(verdict.capabilities)
+    return {
+        "type": verdict.tier,
+        "origin": verdict.origin,
+        "verdict": verdict.verdict.value,
+        "capabilities": sorted(declared),
+        "undeclared": sorted({member.value for member in Capability} - declared),
+        "problems": list(verdict.problems),
+        "clauses": [_clause(result) for result in verdict.results],
+    }
+
+
+def _clause(result: ClauseResult) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "id": result.clause.id,
+        "outcome": result.outcome.value,
+        "seconds": result.seconds,
+        "messages": list(result.messages),
+    }
+    if result.clause.provisional:
+        entry["provisional"] = True
+    if result.deviation is not None:
+        entry["deviation"] = {
+            "reason": result.deviation.reason,
+            "issue": result.deviation.issue,
+            "expiry": result.deviation.expiry.isoformat(),
+        }
+    return entry
+
+
+def write_report(
+    folder: Path, verdicts: Sequence[TierVerdict], *, time_scale: float, problems: Sequence[str]
+) -> list[Path]:
+    """Write ``conformance-report.json``, ``conformance-report.md`` and a badge for each tier.
+
+    Returns:
+        The files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    report = make_report(verdicts, time_scale=time_scale, problems=problems)
+    files = {
+        "conformance-report.json": json.dumps(report, indent=2) + "\n",
+        "conformance-report.md": _markdown(report, verdicts),
+    }
+    for verdict in verdicts:
+        files[f"conformance-badge-{verdict.tier}.json"] = json.dumps(_badge(verdict)) + "\n"
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in files]
+
+
+def _badge(verdict: TierVerdict) -> dict[str, Any]:
+    """Return a badge in the format that shields.io reads from an address."""
+    return {
+        "schemaVersion": 1,
+        "label": f"kv-core contract {CONTRACT_VERSION}",
+        "message": verdict.verdict.value,
+        "color": _COLOURS[verdict.verdict],
+    }
+
+
+def _markdown(report: dict[str, Any], verdicts: Sequence[TierVerdict]) -> str:
+    environment = report["environment"]
+    lines = [
+        "# Conformance report",
+        "",
+        f"Contract {report['contract']}, suite {report['suite']} "
+        f"(`{report['suite_sha256'][:16]}`), time scale {report['time_scale']:g}. "
+        f"Python {environment['python']}, kv-core {environment['kv-core']}, "
+        f"pytest {environment['pytest']}, {environment['system']} {environment['machine']}.",
+    ]
+    lines += [f"\nProblem: {problem}" for problem in report["problems"]]
+    for verdict in verdicts:
+        declared = ", ".join(sorted(verdict.capabilities)) or "none"
+        lines += [
+            "",
+            f"## `{verdict.tier}`: {verdict.verdict.value}",
+            "",
+            f"From {verdict.origin}. Capabilities declared: {declared}.",
+            "",
+            "| clause | outcome | seconds | found |",
+            "|---|---|---|---|",
+        ]
+        for result in verdict.results:
+            found = "; ".join(result.messages).replace("|", "\\|").replace("\n", " ")
+            lines.append(
+                f"| [{result.clause.id}]({result.clause.link}) | {result.outcome.value} | "
+                f"{result.seconds:g} | {found} |"
+            )
+    return "\n".join(lines) + "\n"

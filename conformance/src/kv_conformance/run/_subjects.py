@@ -1,0 +1,133 @@
+"""Finds what is to be tested: tier types by name, or a harness by ``module:function``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_conformance.harness import Harness, HarnessError
+from kv_conformance.rig import SubjectType
+from kv_core.errors import KVCoreError
+from kv_core.plugins import TierRegistry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_core.contract import TierSpec
+
+__all__ = ["find_subjects", "load_harness", "load_spec"]
+
+
+def find_subjects(
+    tiers: Sequence[str], harnesses: Sequence[str], workdir: Path
+) -> list[SubjectType]:
+    """Return what is to be tested.
+
+    Args:
+        tiers: Tier types; with no tiers and no harnesses, every installed one.
+        harnesses: References ``module:function``.
+        workdir: Folder of the run.
+
+    Raises:
+        HarnessError: A tier or harness cannot be found or is unusable; the message says why.
+    """
+    registry = TierRegistry()
+    if not tiers and not harnesses:
+        tiers = sorted({claim.type for claim in registry.installed()})
+        if not tiers:
+            raise HarnessError(
+                "no tier is installed in this environment, so there is nothing to test. Install "
+                "one (pip install kv-tier-example), or name a harness with "
+                "--conformance-harness module:function"
+            )
+    subjects = [_installed(registry, tier, _folder(workdir, tier)) for tier in tiers]
+    for reference in harnesses:
+        folder = _folder(workdir, reference)
+        harness = load_harness(reference, folder)
+        subjects.append(
+            SubjectType(harness.spec.type, reference, harness.spec, harness, reference, folder)
+        )
+    names = [subject.name for subject in subjects]
+    for name in names:
+        if names.count(name) > 1:
+            raise HarnessError(
+                f"the tier type {name!r} is to be tested twice, by {len(names)} names or harnesses: "
+                "name it once"
+            )
+    return subjects
+
+
+def _folder(workdir: Path, name: str) -> Path:
+    folder = workdir / "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _installed(registry: TierRegistry, tier: str, workdir: Path) -> SubjectType:
+    try:
+        spec = registry.spec(tier)
+        harness = registry.conformance_harness(tier, workdir)
+    except KVCoreError as error:
+        raise HarnessError(str(error)) from error
+    origin = next(claim.origin for claim in registry.installed() if claim.type == tier)
+    checked = _checked(harness, f"the harness of tier {tier!r}")
+    if checked.spec.type != spec.type:
+        raise HarnessError(
+            f"the harness of tier {tier!r} is for the tier {checked.spec.type!r}: return the "
+            "TierSpec of kv_core_register_tier from both"
+        )
+    return SubjectType(tier, origin, spec, checked, tier, workdir)
+
+
+def load_harness(reference: str, workdir: Path) -> Harness:
+    """Make the harness that a reference ``module:function`` names.
+
+    The working directory is searched last: for a tier that is not packaged yet.
+
+    Raises:
+        HarnessError: It cannot be found, or is no harness.
+    """
+    module_name, colon, function_name = reference.partition(":")
+    if not colon or not module_name or not function_name:
+        raise HarnessError(
+            f"--conformance-harness takes module:function, found {reference!r} (for example "
+            "my_tier.harness:make)"
+        )
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise HarnessError(
+            f"the harness {reference!r} cannot be imported: {error}. It is looked for in the "
+            "environment and in the working directory"
+        ) from error
+    try:
+        harness = function(workdir)
+    except Exception as error:
+        raise HarnessError(
+            f"the harness {reference!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    return _checked(harness, f"what {reference!r} returned")
+
+
+def load_spec(reference: str, workdir: Path) -> TierSpec:
+    """Return the declaration that a reference of a subject names. For helper processes."""
+    if ":" in reference:
+        return load_harness(reference, workdir).spec
+    return TierRegistry().spec(reference)
+
+
+def _checked(harness: object, what: str) -> Harness:
+    if not isinstance(harness, Harness):
+        members = {*Harness.__annotations__, *vars(Harness)}
+        missing = sorted(
+            name for name in members if not name.startswith("_") and not hasattr(harness, name)
+        )
+        raise HarnessError(
+            f"{what} is a {type(harness).__name__} without {', '.join(missing)}: derive it from "
+            "kv_conformance.harness.BaseHarness and write what is missing"
+        )
+    return harness
