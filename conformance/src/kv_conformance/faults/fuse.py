@@ -6,7 +6,8 @@ For tiers that reach their storage through the file system. Linux only; needs th
 
 from __future__ import annotations
 
-import importlib
+import ctypes.util
+import importlib.util
 import os
 import select
 import shutil
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["FaultyFolder", "require_fuse"]
 
 _DAEMON: Final = "kv_conformance.faults._fuse_daemon"
+_LIBRARY: Final = "fuse3"
 _DEVICE: Final = Path("/dev/fuse")
 _REPLY_S: Final = 20.0
 _END_S: Final = 5.0
@@ -48,18 +50,15 @@ def require_fuse() -> None:
             "FUSE needs: load the kernel module fuse, run as root, or start the container with "
             "--device /dev/fuse --cap-add SYS_ADMIN"
         )
-    try:
-        importlib.import_module("mfusepy")
-    except ImportError as error:
+    if importlib.util.find_spec("mfusepy") is None:
         raise HarnessError(
             "the Python package mfusepy is missing: pip install 'kv-conformance[fuse]'"
-        ) from error
-    except OSError as error:
-        # That is what it raises without the library.
+        )
+    if ctypes.util.find_library(_LIBRARY) is None:
         raise HarnessError(
-            f"mfusepy does not find libfuse ({error}): install FUSE 3 (Debian and Ubuntu: apt-get "
+            "the library libfuse3 was not found: install FUSE 3 (Debian and Ubuntu: apt-get "
             "install fuse3)"
-        ) from error
+        )
 
 
 @final
@@ -111,6 +110,8 @@ class FaultyFolder:
             stderr=self._complaints,
             # Python would look for modules in the caller's folder.
             cwd="/",
+            # mfusepy would rather take version 2 where that is installed as well.
+            env={**os.environ, "FUSE_LIBRARY_NAME": _LIBRARY},
             # Ctrl-C is for the owner, which then closes this.
             start_new_session=True,
             bufsize=0,
