@@ -1,7 +1,7 @@
-"""The place of the conformance suite for kv-core tiers.
+"""The conformance suite of the kv-core tier contract: ``pytest --conformance``.
 
-This version holds the package's version and nothing else: no test, no pytest plugin, no command
-line option. Passing it says nothing about a tier yet.
+Authors of tiers need :mod:`kv_conformance.harness`; the clauses are in
+:mod:`kv_conformance.clauses`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kv_core.contract import Namespace, OffloadKey, SecondaryTierManager, TierSpec
 
 __all__ = [
+    "SHORT_DEADLINES",
     "BaseHarness",
     "Corruption",
     "Deadlines",
@@ -185,8 +186,9 @@ class Harness(Protocol):
         """Return the keys that have an object in the storage, under the subject's namespace."""
 
     def count_leftovers(self, subject: Subject) -> int:
-        """Return how many objects of unfinished stores lie in the storage: temporary files,
-        multipart uploads. 0 where the storage knows no such thing.
+        """Return how many objects of unfinished stores lie in the storage.
+
+        Temporary files, multipart uploads; 0 where the storage knows no such thing.
         """
 
     def inject(self, subject: Subject, fault: Fault) -> None:

@@ -1,7 +1,7 @@
 """The client library of the folder tier: one object a file, published by rename.
 
-All state is in the folder, so any number of processes may use one. No thread of its own; every method
-may be called from any thread.
+All state is in the folder, so any number of processes may use one. No thread of its own; every
+method may be called from any thread.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class FolderStore:
 
     def close(self) -> None:
         """Remove the writer's folder."""
-        for entry in os.scandir(self._temporary):
-            os.unlink(entry.path)
+        for leftover in self._temporary.iterdir():
+            leftover.unlink()
         os.close(self._alive)
         with suppress(OSError):
             self._temporary.rmdir()
@@ -61,8 +61,8 @@ class FolderStore:
                 descriptor = os.open(writer / "alive", os.O_RDWR)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    for entry in os.scandir(writer):
-                        os.unlink(entry.path)
+                    for leftover in writer.iterdir():
+                        leftover.unlink()
                     writer.rmdir()
                 finally:
                     os.close(descriptor)

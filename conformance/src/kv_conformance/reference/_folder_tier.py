@@ -160,7 +160,7 @@ class FolderTier(ThreadedTier):
                 count -= 1
                 self.note_removed(key)
 
-    # -- what is called on the engine's thread ------------------------------------------------------
+    # -- what is called on the engine's thread ----------------------------------------------------
 
     @override
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:

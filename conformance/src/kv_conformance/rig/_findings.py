@@ -6,11 +6,12 @@ clause that was broken, so that a tier which duplicates results fails JOB-1 and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typing_extensions import Never
 
 __all__ = ["Broken", "Findings", "Violation", "expect"]
@@ -29,7 +30,7 @@ class Violation:
     message: str
 
 
-class Broken(Exception):
+class Broken(Exception):  # noqa: N818 - what happened to a promise, not to the suite
     """A promise was broken, and the test cannot go on.
 
     Attributes:

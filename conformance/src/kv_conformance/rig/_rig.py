@@ -1,9 +1,9 @@
 """One open tier over one region.
 
-Every call of the tier goes through :meth:`Rig.call`, so that an exception is put down to the clause
-that forbids it. Every result is checked the moment it arrives, its slots are poisoned, and the whole
-region is compared with what it should hold. All of it runs on one thread: the engine's, as far as the
-tier can tell.
+Every call of the tier goes through :meth:`Rig.call`, so that an exception is put down to the
+clause that forbids it. Every result is checked the moment it arrives, its slots are poisoned, and
+the whole region is compared with what it should hold. All of it runs on one thread: the engine's,
+as far as the tier can tell.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
@@ -30,7 +29,7 @@ from kv_core.contract import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from typing_extensions import Never
 
@@ -206,9 +205,9 @@ class Rig:
 
     def _checked(self, answer: object) -> bool | None:
         # Not "in": 1 == True, and an engine asks "is True".
-        if answer is True or answer is False or answer is None:
-            return answer
-        self.findings.fail("LOOK-2", f"lookup returned {answer!r}, expected True, False or None")
+        if answer is not True and answer is not False and answer is not None:
+            self.findings.fail("LOOK-2", f"a lookup returned {answer!r}, no True, False or None")
+        return answer
 
     def resolve(
         self,
@@ -451,10 +450,7 @@ class Rig:
 
     def poll(self) -> list[JobResult]:
         """Collect results; check each, and poison its slots."""
-        found: list[JobResult] = []
-        for result in self.call("get_finished_jobs"):
-            if self._accept(result):
-                found.append(result)
+        found = [result for result in self.call("get_finished_jobs") if self._accept(result)]
         self.check_memory()
         return found
 
@@ -478,17 +474,19 @@ class Rig:
         return True
 
     def _check_keys(self, job: _Job, result: JobResult) -> None:
-        if not isinstance(result.success, bool):
-            self.findings.add("DATA-6", f"success is {result.success!r}, expected a bool")
-        if result.success:
+        success: object = result.success
+        error: object = result.error
+        if not isinstance(success, bool):
+            self.findings.add("DATA-6", f"success is {success!r}, expected a bool")
+        if success:
             return
         foreign = set(result.successful_keys) - set(job.metadata.keys)
         if foreign or len(set(result.successful_keys)) != len(result.successful_keys):
             self.findings.add(
                 "DATA-6", "successful_keys names keys that the job did not have, or one twice"
             )
-        if result.error is not None and not isinstance(result.error, JobError):
-            self.findings.add("DATA-6", f"error is {result.error!r}, expected a JobError or None")
+        if error is not None and not isinstance(error, JobError):
+            self.findings.add("DATA-6", f"error is {error!r}, expected a JobError or None")
 
     def _check_bytes(self, job: _Job, result: JobResult) -> None:
         """Compare what a load reports with what belongs to its keys."""
