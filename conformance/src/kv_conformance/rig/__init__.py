@@ -3,6 +3,7 @@
 from kv_conformance.rig._budget import Budget, OutOfTime
 from kv_conformance.rig._findings import Broken, Findings, Violation, expect
 from kv_conformance.rig._memory import Region
+from kv_conformance.rig._peer import Peer
 from kv_conformance.rig._rig import Loaded, Rig
 from kv_conformance.rig._rigs import Rigs, SubjectType
 
@@ -12,6 +13,7 @@ __all__ = [
     "Findings",
     "Loaded",
     "OutOfTime",
+    "Peer",
     "Region",
     "Rig",
     "Rigs",

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from kv_conformance.harness import Deadlines, HarnessError, Opening
 from kv_conformance.rig._findings import Findings
 from kv_conformance.rig._memory import Region
+from kv_conformance.rig._peer import Peer, PeerOrder
 from kv_conformance.rig._rig import Rig
-from kv_core.contract import Namespace, make_offload_key
+from kv_core.contract import Namespace, make_offload_key, parse_tier_config
 from kv_core.errors import KVCoreError
 from kv_core.keys import GroupGeometry
 from kv_core.plugins import open_tier
@@ -115,7 +117,7 @@ class Rigs:
         self._test = test
         self._storages = itertools.count(1)
         self._keys = itertools.count(1)
-        self._open: list[Rig] = []
+        self._open: list[Rig | Peer] = []
 
     # -- names ----------------------------------------------------------------------------------
 
@@ -223,7 +225,62 @@ class Rigs:
         self._open.append(rig)
         return rig
 
+    def peer(
+        self,
+        *,
+        storage: str,
+        num_blocks: int = 32,
+        block_bytes: int = 4096,
+        row_stride: int | None = None,
+        namespace: Namespace | None = None,
+        deadlines: Deadlines | None = None,
+        capacity_blocks: int | None = None,
+        retention_blocks: int = 64,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Peer:
+        """Open the tier in another process, with the arguments of :meth:`open`.
+
+        Returns at once; the first call waits until the tier is open.
+        """
+        opening = Opening(
+            storage=storage,
+            block_bytes=block_bytes,
+            deadlines=deadlines or Deadlines(),
+            capacity_blocks=capacity_blocks,
+            retention_blocks=retention_blocks,
+        )
+        if settings is None:
+            settings = self.harness.settings(opening)
+        config = parse_tier_config(self.spec.type, self.spec.config_model, settings)
+        limits = self.spec.limits(config)
+        peer = Peer(
+            PeerOrder(
+                reference=self.subject_type.reference,
+                workdir=self.subject_type.workdir,
+                scale=self.budget.scale,
+                options={
+                    "storage": storage,
+                    "num_blocks": num_blocks,
+                    "block_bytes": block_bytes,
+                    "row_stride": row_stride,
+                    "namespace": namespace,
+                    "deadlines": deadlines,
+                    "capacity_blocks": capacity_blocks,
+                    "retention_blocks": retention_blocks,
+                    "settings": dict(settings),
+                },
+            ),
+            findings=self.findings,
+            budget=self.budget,
+            # The peer gives up before: its message says more.
+            limit_s=2 * (limits.job_deadline_s + limits.lookup_deadline_s),
+        )
+        self._open.append(peer)
+        return peer
+
     def close(self) -> None:
-        """Close every rig, the last first."""
-        while self._open:
-            self._open.pop().close()
+        """Close every rig and peer, the last first, also when one of them complains."""
+        with ExitStack() as stack:
+            for opened in self._open:
+                stack.callback(opened.close)
+            self._open = []
