@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -93,11 +92,11 @@ class FsTier(ThreadedTier):
         self._space.take(self._files.file_bytes)
         writer = self._writer_now()
         try:
-            self._publish(writer.temporary_path(), path, key, data)
+            self._publish(writer, path, key, data)
         except FileNotFoundError:
             # The folders were removed under the running tier, to empty the cache perhaps.
             writer = self._reopen(writer)
-            self._publish(writer.temporary_path(), path, key, data)
+            self._publish(writer, path, key, data)
         self._distrusted.pop(key, None)
         return len(data)
 
@@ -109,7 +108,8 @@ class FsTier(ThreadedTier):
             return False
         return True
 
-    def _publish(self, temporary: str, path: str, key: OffloadKey, data: memoryview) -> None:
+    def _publish(self, writer: Writer, path: str, key: OffloadKey, data: memoryview) -> None:
+        temporary = writer.temporary_path()
         try:
             self._files.create(temporary, key, data)
             try:
@@ -118,9 +118,10 @@ class FsTier(ThreadedTier):
                 make_folders(Path(path).parent, below=self._layout.blocks_dir)
                 os.rename(temporary, path)  # noqa: PTH104 - as above
         except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)  # noqa: PTH108 - as above
+            writer.discard(temporary)
             raise
+        # The storage works: what could not be removed while it did not, can be now.
+        writer.clean_up()
 
     @override
     def retire(self, key: OffloadKey) -> None:
@@ -131,11 +132,11 @@ class FsTier(ThreadedTier):
         path = self._layout.block_path(key)
         writer = self._writer_now()
         try:
-            _remove(path, bad, aside=writer.temporary_path())
+            _remove(path, bad, writer)
         except FileNotFoundError:
             if os.path.lexists(path):
                 # What is gone is the folder to move it to: a clean-up job removes empty folders.
-                _remove(path, bad, aside=self._reopen(writer).temporary_path())
+                _remove(path, bad, self._reopen(writer))
         del self._distrusted[key]
 
     def _writer_now(self) -> Writer:
@@ -151,14 +152,14 @@ class FsTier(ThreadedTier):
             return self._writer_now()
 
 
-def _remove(path: str, bad: FileIdentity, *, aside: str) -> None:
+def _remove(path: str, bad: FileIdentity, writer: Writer) -> None:
     """Remove a file if it still is the bad one. Aside first: only there it cannot change."""
+    aside = writer.temporary_path()
     os.rename(path, aside)  # noqa: PTH104 - plain strings, per block
     if identity_of(os.lstat(aside)) != bad:
         # Another process has replaced the bad file since it was read: put it back.
         _put_back(aside, path)
-    with suppress(FileNotFoundError):
-        os.unlink(aside)  # noqa: PTH108 - as above
+    writer.discard(aside)
 
 
 def _put_back(aside: str, path: str) -> None:

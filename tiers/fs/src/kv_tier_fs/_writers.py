@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
@@ -53,11 +54,13 @@ def _lock_file(path: Path, *, create: bool) -> int | None:
 class Writer:
     """One live writer: a locked file, a folder of temporary files, a counter.
 
-    :meth:`temporary_path` is thread-safe.
+    All methods but :meth:`close` are thread-safe.
     """
 
     def __init__(self, writers_dir: Path) -> None:
         self._names = itertools.count()
+        # Temporary files to be removed, by whichever thread takes one from here.
+        self._discarded: deque[str] = deque()
         descriptor = None
         while descriptor is None:
             name = f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -74,6 +77,27 @@ class Writer:
     def temporary_path(self) -> str:
         """Return a path that no writer has used or will use."""
         return f"{self._folder}/{next(self._names)}.tmp"
+
+    def discard(self, path: str) -> None:
+        """Remove a temporary file: now, or at a :meth:`clean_up` when the storage fails now."""
+        self._discarded.append(path)
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """Remove the temporary files that were discarded and are still there."""
+        while self._discarded:
+            try:
+                path = self._discarded.popleft()
+            except IndexError:
+                # Another thread was faster.
+                return
+            try:
+                os.unlink(path)  # noqa: PTH108 - a plain string, per block
+            except FileNotFoundError:
+                continue
+            except OSError:
+                self._discarded.append(path)
+                return
 
     def close(self) -> None:
         """Remove the temporary files and give the lock up. Idempotent.
