@@ -174,8 +174,7 @@ def test_a_block_of_another_size_is_damaged() -> None:
     """An object of the wrong length fails to load and is retired (DATA-10)."""
     with drive() as driver:
         driver.store(KEYS[:1])
-        blocks: dict[OffloadKey, bytes] = driver.tier._blocks  # type: ignore[attr-defined]
-        blocks[KEYS[0]] = b"short"
+        driver.tier.store.put(KEYS[0], b"short")  # type: ignore[attr-defined]
         result = driver.load(KEYS[:1])
         assert result.error is not None
         assert result.error.kind.value == "damaged"

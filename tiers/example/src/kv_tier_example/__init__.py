@@ -13,9 +13,11 @@ from kv_core.contract import Capability, ContractVersion, TierLimits, TierSpec
 from kv_tier_example._config import ExampleConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kv_core.contract import SecondaryTierManager, TierContext
 
-__all__ = ["ExampleConfig", "kv_core_register_tier"]
+__all__ = ["ExampleConfig", "kv_core_conformance_harness", "kv_core_register_tier"]
 
 
 def _make_tier(context: TierContext) -> SecondaryTierManager:
@@ -49,3 +51,11 @@ def kv_core_register_tier() -> TierSpec:
             }
         ),
     )
+
+
+@kv_core.hookimpl
+def kv_core_conformance_harness(workdir: Path) -> object:
+    """Return what the conformance suite drives the tier with. Needs the extra ``conformance``."""
+    from kv_tier_example._harness import ExampleHarness
+
+    return ExampleHarness(workdir)

@@ -51,13 +51,17 @@ class _Late:
 
 @final
 class HostileTier(SecondaryTierManager):
-    """Passes calls on to an :class:`ExampleTier`, except when it does not."""
+    """Passes calls on to an :class:`ExampleTier`, except when it does not.
+
+    Attributes:
+        inner: The tier behind the wall.
+    """
 
     @override
     def __init__(self, context: TierContext) -> None:
         self._config: HostileConfig = context.config  # type: ignore[assignment]  # our own model
         self._random = random.Random(self._config.seed)  # noqa: S311 - repeatable, not secret
-        self._inner = ExampleTier(context)
+        self.inner = ExampleTier(context)
         self._jobs: dict[JobId, JobMetadata] = {}
         self._late: list[_Late] = []
         self._counts: dict[str, float] = {}
@@ -77,7 +81,7 @@ class HostileTier(SecondaryTierManager):
         self._maybe_raise("lookup")
         if self._happens(self._config.forget_rate, "lookups_forgotten"):
             return UNKNOWN
-        answer = self._inner.lookup(key, req_context)
+        answer = self.inner.lookup(key, req_context)
         if answer is ABSENT and self._happens(self._config.lie_rate, "lookups_lied"):
             return PRESENT
         return answer
@@ -86,19 +90,19 @@ class HostileTier(SecondaryTierManager):
     def submit_store(self, job: JobMetadata) -> None:
         self._maybe_raise("submit_store")
         self._jobs[job.job_id] = job
-        self._inner.submit_store(job)
+        self.inner.submit_store(job)
 
     @override
     def submit_load(self, job: JobMetadata) -> None:
         self._maybe_raise("submit_load")
         self._jobs[job.job_id] = job
-        self._inner.submit_load(job)
+        self.inner.submit_load(job)
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._maybe_raise("get_finished_jobs")
         due = self._due_results()
-        for result in self._inner.get_finished_jobs():
+        for result in self.inner.get_finished_jobs():
             job = self._jobs.pop(result.job_id)
             if self._happens(self._config.lose_rate, "results_lost"):
                 continue
@@ -135,30 +139,30 @@ class HostileTier(SecondaryTierManager):
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._maybe_raise("on_new_request")
-        return self._inner.on_new_request(req_context)
+        return self.inner.on_new_request(req_context)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._inner.on_request_finished(req_context)
+        self.inner.on_request_finished(req_context)
         self._maybe_raise("on_request_finished")
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._inner.on_schedule_end(context)
+        self.inner.on_schedule_end(context)
         self._maybe_raise("on_schedule_end")
 
     @override
     def has_pending_work(self) -> bool:
-        return bool(self._late) or self._inner.has_pending_work()
+        return bool(self._late) or self.inner.has_pending_work()
 
     @override
     def get_stats(self) -> Mapping[str, float]:
-        return {**self._inner.get_stats(), **self._counts}
+        return {**self.inner.get_stats(), **self._counts}
 
     @override
     def drain_jobs(self) -> Collection[JobId]:
-        return self._inner.drain_jobs()
+        return self.inner.drain_jobs()
 
     @override
     def shutdown(self) -> Collection[JobId]:
-        return self._inner.shutdown()
+        return self.inner.shutdown()

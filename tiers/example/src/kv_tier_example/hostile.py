@@ -16,9 +16,11 @@ from kv_core.contract import Capability, ContractVersion, TierLimits, TierSpec
 from kv_tier_example._config import ExampleConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kv_core.contract import SecondaryTierManager, TierContext
 
-__all__ = ["HostileConfig", "kv_core_register_tier"]
+__all__ = ["HostileConfig", "kv_core_conformance_harness", "kv_core_register_tier"]
 
 
 class HostileConfig(ExampleConfig):
@@ -71,3 +73,11 @@ def kv_core_register_tier() -> TierSpec:
         # Its faults are in what it says; what it keeps is up to the example tier.
         capabilities=frozenset({Capability.BOUNDED}),
     )
+
+
+@kv_core.hookimpl
+def kv_core_conformance_harness(workdir: Path) -> object:
+    """Return what the conformance suite drives the tier with, all faults off."""
+    from kv_tier_example._harness import hostile
+
+    return hostile(workdir)
