@@ -3,8 +3,8 @@
 :class:`EngineChecker` stands between an engine and any tier and writes down every breach of G-1 to
 G-7. For developers of engines: run your engine over :func:`checking_spec` and expect no breaches.
 
-**Who owns what.** All state belongs to the engine's thread, by G-1; only ``_busy`` is a lock, because
-a breach of G-1 is the one thing that cannot be assumed away.
+**Who owns what.** All state belongs to the engine's thread, by G-1; only ``_busy`` is a lock,
+because a breach of G-1 is the one thing that cannot be assumed away.
 """
 
 from __future__ import annotations
@@ -175,11 +175,11 @@ class EngineChecker(SecondaryTierManager):
         for entry in self._in_flight.values():
             entry.steps_unpolled = 0
         for result in results:
-            entry = self._in_flight.pop(result.job_id, None)
-            if entry is None or entry.job.is_promotion:
+            ended = self._in_flight.pop(result.job_id, None)
+            if ended is None or ended.job.is_promotion:
                 continue
             # The bytes of a store that was told to have read them must have stood still.
-            if self._checksums(entry.job.block_ids.tolist()) != entry.checksums:
+            if self._checksums(ended.job.block_ids.tolist()) != ended.checksums:
                 self._breach(
                     "G-2", f"a slot of store {result.job_id} was written while it was in flight"
                 )
