@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import threading
 from typing import TYPE_CHECKING
@@ -32,6 +33,10 @@ class Client:
         """Note the name."""
         self.written.append(name)
 
+    async def get_async(self, name: str) -> str:
+        """Return a text made of the name."""
+        return f"<{name}>"
+
     def describe(self) -> str:
         """Say what this is, without asking the storage."""
         return "a client"
@@ -46,7 +51,7 @@ def gate() -> FaultGate:
 @pytest.fixture
 def client(gate: FaultGate) -> Client:
     """Return a client behind the gate."""
-    return gate.guard(Client(), reads=("get",), writes=("put",))
+    return gate.guard(Client(), reads=("get", "get_async"), writes=("put",))
 
 
 def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
@@ -128,3 +133,39 @@ def test_one_gate_closes_for_all_its_clients(gate: FaultGate) -> None:
     for guarded in clients:
         with pytest.raises(GateError):
             guarded.get("a")
+
+
+def test_a_stalled_coroutine_leaves_its_loop_alone(gate: FaultGate, client: Client) -> None:
+    """Only the coroutine waits; it goes on when another thread heals the fault."""
+
+    async def run() -> str:
+        gate.inject(Fault.STALL)
+        held = asyncio.ensure_future(client.get_async("a"))
+        await asyncio.sleep(0)
+        assert not held.done()
+        healer = threading.Thread(target=gate.heal)
+        healer.start()
+        answer = await asyncio.wait_for(held, WAIT_S)
+        healer.join()
+        return answer
+
+    assert asyncio.run(run()) == "<a>"
+
+
+def test_a_held_coroutine_can_be_cancelled(gate: FaultGate, client: Client) -> None:
+    """As a call of a real asynchronous client can, and healing comes too late for it."""
+
+    async def run() -> None:
+        gate.inject(Fault.STALL)
+        held = asyncio.ensure_future(client.get_async("a"))
+        await asyncio.sleep(0)
+        held.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await held
+        gate.heal()
+        assert await client.get_async("b") == "<b>"
+
+    asyncio.run(run())
+    gate.inject(Fault.ERROR)
+    with pytest.raises(GateError):
+        asyncio.run(client.get_async("c"))
