@@ -351,11 +351,17 @@ class Rig:
         """Store keys, in one job, and wait for the result, whatever it is."""
         return self.wait(self.submit_store(keys, request=request), clause=clause)
 
-    def stored(self, keys: Sequence[OffloadKey], *, request: ReqContext | None = None) -> None:
+    def stored(
+        self,
+        keys: Sequence[OffloadKey],
+        *,
+        request: ReqContext | None = None,
+        clause: str = "DATA-1",
+    ) -> None:
         """Store keys and expect success, with some patience: stores may fail, but not for ever.
 
         Raises:
-            Broken: A key could not be stored in many attempts (DATA-1).
+            Broken: A key could not be stored in many attempts; the clause is to blame.
         """
         missing = list(keys)
         error: JobError | None = None
@@ -369,7 +375,7 @@ class Rig:
             if not missing:
                 return
         self.findings.fail(
-            "DATA-1",
+            clause,
             f"{len(missing)} of {len(keys)} keys could not be stored in 20 attempts, "
             f"although the storage is in order; last error: {error}",
         )
