@@ -1,13 +1,14 @@
 """The pytest plugin. Without ``--conformance`` it does nothing.
 
-Two processes load it. The one the user started only supervises (:mod:`~kv_conformance.run._supervisor`);
-the one it starts collects the installed suite and runs it. Both take the place of whatever the user's
-project would have collected: tier names are no paths, and no ``conftest.py`` is loaded.
+Two processes load it. The one the user started only supervises
+(:mod:`~kv_conformance.run._supervisor`); the one it starts collects the installed suite and runs
+it. Both take the place of whatever the user's project would have collected: tier names are no
+paths, and no ``conftest.py`` is loaded.
 """
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,13 +17,20 @@ import pytest
 
 from kv_conformance.clauses import UnknownClauseError, clause_of
 from kv_conformance.harness import HarnessError
-from kv_conformance.rig import Broken, Budget, OutOfTime, Rigs
+from kv_conformance.rig import Broken, Budget, OutOfTime, Rigs, SubjectType
 from kv_conformance.run._case import CASES
 from kv_conformance.run._deviations import read_deviations
 from kv_conformance.run._explain import explain
-from kv_conformance.run._journal import journal_of_this_process, read_journal
+from kv_conformance.run._integrity import find_changes, foreign_plugins, snapshot
+from kv_conformance.run._journal import (
+    JOURNAL_VARIABLE,
+    SUPERVISED,
+    journal_of_this_process,
+    read_journal,
+)
+from kv_conformance.run._junit import write_junit
 from kv_conformance.run._options import add_options, read_options
-from kv_conformance.run._report import write_report
+from kv_conformance.run._report import remove_report, write_report
 from kv_conformance.run._subjects import find_subjects
 from kv_conformance.run._summary import show
 from kv_conformance.run._supervisor import WORKDIR_VARIABLE, supervise
@@ -35,10 +43,12 @@ if TYPE_CHECKING:
     from kv_conformance.rig import Violation
     from kv_conformance.run._case import Case
     from kv_conformance.run._options import Options
+    from kv_conformance.run._verdict import TierVerdict
 
-_SUBJECTS: Final = pytest.StashKey["dict[str, SubjectType]"]()
-_BUDGETS: Final = pytest.StashKey["dict[str, Budget]"]()
-_POSITIONAL: Final = pytest.StashKey["tuple[str, ...]"]()
+_SUBJECTS: Final = pytest.StashKey[dict[str, SubjectType]]()
+_BUDGETS: Final = pytest.StashKey[dict[str, Budget]]()
+_SUITE: Final = pytest.StashKey[dict[str, object]]()
+_POSITIONAL: Final = pytest.StashKey[tuple[str, ...]]()
 
 _EXIT: Final = {
     Verdict.CONFORMANT: 0,
@@ -58,6 +68,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Keep the project's ``conftest.py`` out, and keep tier names from being taken for paths."""
     known = early_config.known_args_namespace
     if known.conformance:
+        if not early_config.pluginmanager.hasplugin(SUPERVISED):
+            # Set by somebody else: what nobody judges must not look like a run.
+            os.environ.pop(JOURNAL_VARIABLE, None)
         known.file_or_dir = [str(file) for file in SUITE_FILES]
         known.noconftest = True
 
@@ -73,8 +86,11 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     positional = tuple(option.file_or_dir)
     config.stash[_POSITIONAL] = positional
     config.args = [str(file) for file in SUITE_FILES]
+    option.importmode = "prepend"
     _refuse_xdist(config)
     if journal_of_this_process() is not None:
+        # The supervisor writes it, from what the journal says.
+        option.xmlpath = None
         return None
     return _supervised(config, read_options(config, positional))
 
@@ -101,11 +117,12 @@ def _refuse_xdist(config: pytest.Config) -> None:
 
 def _supervised(config: pytest.Config, options: Options) -> int:
     load_suite()
+    remove_report(options.report_dir)
     try:
         for clause_id in options.clauses:
             clause_of(clause_id)
         # In the user's time zone: an expiry is a day of theirs.
-        today = datetime.datetime.now().astimezone().date()
+        today = dt.datetime.now().astimezone().date()
         deviations = read_deviations(options.deviations, today) if options.deviations else []
     except (HarnessError, UnknownClauseError) as error:
         raise pytest.UsageError(str(error)) from error
@@ -114,16 +131,39 @@ def _supervised(config: pytest.Config, options: Options) -> int:
         return status
     verdicts = judge(events, deviations)
     problems = [event["message"] for event in events if event["event"] == "problem"]
-    files = write_report(
-        options.report_dir, verdicts, time_scale=options.time_scale, problems=problems
+    problems += _not_reached(options, verdicts)
+    for verdict in verdicts:
+        problems += [problem for problem in verdict.problems if problem not in problems]
+    plugins = set(foreign_plugins(config)).union(
+        *(event["names"] for event in events if event["event"] == "plugins")
     )
+    files = write_report(
+        options.report_dir,
+        verdicts,
+        time_scale=options.time_scale,
+        problems=problems,
+        plugins=sorted(plugins),
+    )
+    if options.junit is not None:
+        write_junit(options.junit, verdicts, problems)
+        files.append(options.junit)
     show(verdicts, problems, files)
-    if not verdicts:
-        return _EXIT[Verdict.ERROR]
-    return max(_EXIT[verdict.verdict] for verdict in verdicts)
+    verdict_of_the_run = [_EXIT[verdict.verdict] for verdict in verdicts]
+    if problems or not verdicts:
+        verdict_of_the_run.append(_EXIT[Verdict.ERROR])
+    return max(verdict_of_the_run)
 
 
-# -- the process that runs the tests ----------------------------------------------------------------
+def _not_reached(options: Options, verdicts: list[TierVerdict]) -> list[str]:
+    """Say that tiers were asked for and never came to be tested."""
+    tiers = {verdict.tier for verdict in verdicts}
+    missing = [tier for tier in options.tiers if tier not in tiers]
+    if not verdicts or not missing:
+        return []
+    return [f"the run ended before {', '.join(missing)} was tested"]
+
+
+# -- the process that runs the tests --------------------------------------------------------------
 
 
 def _is_running_the_suite(config: pytest.Config) -> bool:
@@ -138,6 +178,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     journal.write("start")
     options = read_options(config, config.stash[_POSITIONAL])
+    load_suite()
+    config.stash[_SUITE] = snapshot()
     config.stash[_SUBJECTS] = subjects = {}
     config.stash[_BUDGETS] = budgets = {}
     try:
@@ -168,6 +210,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     for subject in session.config.stash.get(_SUBJECTS, {}).values():
         subject.harness.stop()
+    journal.write("plugins", names=foreign_plugins(session.config))
+    before = session.config.stash.get(_SUITE, None)
+    changed = find_changes(before) if before is not None else []
+    if changed:
+        journal.write(
+            "problem",
+            message=f"the suite was changed while it ran: {', '.join(changed)} is not what was "
+            "installed. Something that was imported has replaced it; no result of this run counts",
+        )
     journal.write("finished")
 
 
@@ -217,7 +268,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if event["event"] == "begin"
     }
     wanted = set(read_options(config, ()).clauses)
-    kept, left_out = [], []
+    subjects = config.stash[_SUBJECTS]
+    tiers, names = list(subjects), list(CASES)
+    kept: dict[tuple[int, int], pytest.Item] = {}
+    left_out = []
     for item in items:
         found, tier = _case_of(item), _tier_of(item)
         if (
@@ -227,16 +281,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             or (wanted and found.clause.id not in wanted)
         ):
             left_out.append(item)
-        else:
-            item.user_properties.append(("clause", found.clause.id))
-            item.user_properties.append(("tier", tier))
-            if config.pluginmanager.hasplugin("timeout"):
-                # The suite has limits of its own, which follow from what the tier declares.
-                item.add_marker(pytest.mark.timeout(0))
-            kept.append(item)
-    order = {tier: number for number, tier in enumerate(config.stash[_SUBJECTS])}
-    kept.sort(key=lambda item: order[_tier_of(item) or ""])
-    items[:] = kept
+            continue
+        if config.pluginmanager.hasplugin("timeout"):
+            # The suite has limits of its own, which follow from what the tier declares.
+            item.add_marker(pytest.mark.timeout(0))
+        kept[tiers.index(tier), names.index(found.name)] = item
+    # In one order, whatever plugins do to it, so that a run can be repeated.
+    items[:] = [kept[place] for place in sorted(kept)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
 

@@ -6,7 +6,7 @@ file explains a failure, it does not excuse it.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -43,11 +43,11 @@ class Deviation:
     clause: str
     reason: str
     issue: str
-    expiry: datetime.date
+    expiry: dt.date
     tier: str | None = None
 
 
-def read_deviations(path: Path, today: datetime.date) -> list[Deviation]:
+def read_deviations(path: Path, today: dt.date) -> list[Deviation]:
     """Read a file of deviations.
 
     Args:
@@ -55,8 +55,8 @@ def read_deviations(path: Path, today: datetime.date) -> list[Deviation]:
         today: To find expired ones.
 
     Raises:
-        HarnessError: The file cannot be read, an entry is incomplete or has expired, or names
-            no clause of the contract.
+        HarnessError: The file cannot be read, an entry is incomplete, has expired, is there
+            twice, or names no clause of the contract.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -67,11 +67,20 @@ def read_deviations(path: Path, today: datetime.date) -> list[Deviation]:
         raise HarnessError(
             f"{path} must hold [[deviation]] tables and nothing else, found {sorted(content)}"
         )
-    return [_parse(path, number, entry, today) for number, entry in enumerate(entries, start=1)]
+    found = [_parse(path, number, entry, today) for number, entry in enumerate(entries, start=1)]
+    places = [(deviation.clause, deviation.tier) for deviation in found]
+    for clause, tier in places:
+        if places.count((clause, tier)) > 1 or (tier is not None and (clause, None) in places):
+            raise HarnessError(
+                f"{path}: {clause} is listed twice for {tier or 'every tier'}: keep one entry"
+            )
+    return found
 
 
-def _parse(path: Path, number: int, entry: dict[str, Any], today: datetime.date) -> Deviation:
+def _parse(path: Path, number: int, entry: Any, today: dt.date) -> Deviation:
     where = f"{path}, deviation {number}"
+    if not isinstance(entry, dict):
+        raise HarnessError(f"{where}: must be a table [[deviation]], found {entry!r}")
     missing = [name for name in _REQUIRED if not entry.get(name)]
     unknown = sorted(set(entry) - _FIELDS)
     if missing or unknown:
@@ -79,7 +88,7 @@ def _parse(path: Path, number: int, entry: dict[str, Any], today: datetime.date)
             f"{where}: missing {missing}, unknown {unknown}. An entry has {sorted(_FIELDS)}, of "
             "which 'tier' may be left out"
         )
-    if type(entry["expiry"]) is not datetime.date:
+    if type(entry["expiry"]) is not dt.date:
         raise HarnessError(
             f"{where}: expiry must be a day such as 2030-01-31 without quotes, found "
             f"{entry['expiry']!r}"

@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING, Any, Final, final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["JOURNAL_VARIABLE", "Journal", "journal_of_this_process", "read_journal"]
+__all__ = ["JOURNAL_VARIABLE", "SUPERVISED", "Journal", "journal_of_this_process", "read_journal"]
 
 JOURNAL_VARIABLE: Final = "KV_CONFORMANCE_JOURNAL"
 """Names the journal in the environment of the process that runs the tests."""
+
+
+SUPERVISED: Final = "kv_conformance_supervised"
+"""Name of the pytest plugin that the supervisor gives to the process that runs the tests.
+
+Without it :data:`JOURNAL_VARIABLE` means nothing: an environment alone must not turn a run into one
+that nobody judges.
+"""
 
 
 @final

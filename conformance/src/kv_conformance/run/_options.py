@@ -35,6 +35,7 @@ class Options:
         clauses: Ids of the clauses to run; empty for all.
         time_scale: Multiplies every time limit of the suite.
         report_dir: Where the report is written.
+        junit: Where a report in JUnit's form is written, or ``None``.
         deviations: File of known deviations, or ``None``.
         workdir: Parent folder for storages; ``None`` for a temporary one.
     """
@@ -44,6 +45,7 @@ class Options:
     clauses: tuple[str, ...]
     time_scale: float
     report_dir: Path
+    junit: Path | None
     deviations: Path | None
     workdir: Path | None
 
@@ -121,6 +123,7 @@ def read_options(config: pytest.Config, positional: tuple[str, ...]) -> Options:
         clauses=tuple(clause_id.upper() for clause_id in option.conformance_clause),
         time_scale=option.conformance_time_scale,
         report_dir=option.conformance_report,
+        junit=Path(option.xmlpath) if getattr(option, "xmlpath", None) else None,
         deviations=deviations,
         workdir=option.conformance_workdir,
     )

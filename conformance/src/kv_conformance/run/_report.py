@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import kv_conformance
+from kv_conformance.run._integrity import suite_digest
 from kv_conformance.run._verdict import Verdict
 from kv_core.contract import CONTRACT_VERSION, Capability
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from kv_conformance.run._verdict import ClauseResult, TierVerdict
 
-__all__ = ["SCHEMA", "make_report", "write_report"]
+__all__ = ["SCHEMA", "make_report", "remove_report", "write_report"]
 
 SCHEMA: Final = 1
 """Version of the report's layout. Fields are only ever added within one."""
+
+_JSON: Final = "conformance-report.json"
+_MARKDOWN: Final = "conformance-report.md"
+_BADGE: Final = "conformance-badge-{}.json"
 
 _COLOURS: Final = {
     Verdict.CONFORMANT: "brightgreen",
@@ -33,14 +37,19 @@ _COLOURS: Final = {
 
 
 def make_report(
-    verdicts: Sequence[TierVerdict], *, time_scale: float, problems: Sequence[str] = ()
+    verdicts: Sequence[TierVerdict],
+    *,
+    time_scale: float,
+    problems: Sequence[str] = (),
+    plugins: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the report as plain values.
 
     Args:
         verdicts: One per tier.
         time_scale: The factor on time limits.
-        problems: What kept the suite from starting.
+        problems: What kept the suite from judging.
+        plugins: pytest plugins that were loaded besides.
     """
     return {
         "schema": SCHEMA,
@@ -55,20 +64,12 @@ def make_report(
             "machine": platform.machine(),
             "kv-core": metadata.version("kv-core"),
             "pytest": metadata.version("pytest"),
+            "pytest_plugins": list(plugins),
+            "optimized": sys.flags.optimize > 0,
         },
         "problems": list(problems),
         "tiers": [_tier(verdict) for verdict in verdicts],
     }
-
-
-def suite_digest() -> str:
-    """Return the SHA-256 of all source files of the suite, names included."""
-    root = Path(kv_conformance.__file__).parent
-    digest = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        digest.update(file.relative_to(root).as_posix().encode() + b"\0")
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def _tier(verdict: TierVerdict) -> dict[str, Any]:
@@ -102,8 +103,20 @@ def _clause(result: ClauseResult) -> dict[str, Any]:
     return entry
 
 
+def remove_report(folder: Path) -> None:
+    """Remove the report of an earlier run: nobody must take it for that of this one."""
+    for pattern in (_JSON, _MARKDOWN, _BADGE.format("*")):
+        for file in folder.glob(pattern):
+            file.unlink()
+
+
 def write_report(
-    folder: Path, verdicts: Sequence[TierVerdict], *, time_scale: float, problems: Sequence[str]
+    folder: Path,
+    verdicts: Sequence[TierVerdict],
+    *,
+    time_scale: float,
+    problems: Sequence[str] = (),
+    plugins: Sequence[str] = (),
 ) -> list[Path]:
     """Write ``conformance-report.json``, ``conformance-report.md`` and a badge for each tier.
 
@@ -111,13 +124,13 @@ def write_report(
         The files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    report = make_report(verdicts, time_scale=time_scale, problems=problems)
+    report = make_report(verdicts, time_scale=time_scale, problems=problems, plugins=plugins)
     files = {
-        "conformance-report.json": json.dumps(report, indent=2) + "\n",
-        "conformance-report.md": _markdown(report, verdicts),
+        _JSON: json.dumps(report, indent=2) + "\n",
+        _MARKDOWN: _markdown(report, verdicts),
     }
     for verdict in verdicts:
-        files[f"conformance-badge-{verdict.tier}.json"] = json.dumps(_badge(verdict)) + "\n"
+        files[_BADGE.format(verdict.tier)] = json.dumps(_badge(verdict)) + "\n"
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in files]
@@ -138,11 +151,15 @@ def _markdown(report: dict[str, Any], verdicts: Sequence[TierVerdict]) -> str:
     lines = [
         "# Conformance report",
         "",
-        f"Contract {report['contract']}, suite {report['suite']} "
-        f"(`{report['suite_sha256'][:16]}`), time scale {report['time_scale']:g}. "
-        f"Python {environment['python']}, kv-core {environment['kv-core']}, "
-        f"pytest {environment['pytest']}, {environment['system']} {environment['machine']}.",
+        (
+            f"Contract {report['contract']}, suite {report['suite']} "
+            f"(`{report['suite_sha256'][:16]}`), time scale {report['time_scale']:g}. "
+            f"Python {environment['python']}, kv-core {environment['kv-core']}, "
+            f"pytest {environment['pytest']}, {environment['system']} {environment['machine']}."
+        ),
     ]
+    if environment["pytest_plugins"]:
+        lines += ["", f"Other pytest plugins loaded: {', '.join(environment['pytest_plugins'])}."]
     lines += [f"\nProblem: {problem}" for problem in report["problems"]]
     for verdict in verdicts:
         declared = ", ".join(sorted(verdict.capabilities)) or "none"

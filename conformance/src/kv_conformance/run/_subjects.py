@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kv_conformance.harness import Harness, HarnessError
 from kv_conformance.rig import SubjectType
+from kv_core.contract import Capability
 from kv_core.errors import KVCoreError
 from kv_core.plugins import TierRegistry
 
@@ -34,6 +35,13 @@ def find_subjects(
         HarnessError: A tier or harness cannot be found or is unusable; the message says why.
     """
     registry = TierRegistry()
+    for name in tiers:
+        if "/" in name or "::" in name or name.endswith(".py"):
+            raise HarnessError(
+                f"{name!r} is a path, and the arguments of --conformance are tier types. What is "
+                "tested with is always the installed suite; a tier that is not installed is named "
+                "with --conformance-harness module:function"
+            )
     if not tiers and not harnesses:
         tiers = sorted({claim.type for claim in registry.installed()})
         if not tiers:
@@ -49,14 +57,27 @@ def find_subjects(
         subjects.append(
             SubjectType(harness.spec.type, reference, harness.spec, harness, reference, folder)
         )
+    for subject in subjects:
+        _refuse_unknown_capabilities(subject.spec)
     names = [subject.name for subject in subjects]
     for name in names:
         if names.count(name) > 1:
             raise HarnessError(
-                f"the tier type {name!r} is to be tested twice, by {len(names)} names or harnesses: "
-                "name it once"
+                f"the tier type {name!r} is asked for {names.count(name)} times, by its name or by "
+                "a harness: name it once"
             )
     return subjects
+
+
+def _refuse_unknown_capabilities(spec: TierSpec) -> None:
+    declared: frozenset[object] = spec.capabilities
+    unknown = [item for item in declared if not isinstance(item, Capability)]
+    if unknown:
+        raise HarnessError(
+            f"tier {spec.type!r} declares {', '.join(sorted(map(repr, unknown)))}, which the "
+            f"contract does not know: declare members of Capability, which are "
+            f"{', '.join(member.name for member in Capability)}"
+        )
 
 
 def _folder(workdir: Path, name: str) -> Path:

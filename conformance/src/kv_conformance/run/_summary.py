@@ -21,7 +21,13 @@ _MOST_MESSAGES: Final = 4
 
 
 def show(verdicts: Sequence[TierVerdict], problems: Sequence[str], files: Sequence[Path]) -> None:
-    """Print the outcome of a run."""
+    """Print the outcome of a run.
+
+    Args:
+        verdicts: One per tier.
+        problems: What kept the suite from judging.
+        files: The files of the report.
+    """
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.rule("conformance")
     for problem in problems:

@@ -1,9 +1,9 @@
 """The process that the user started: it runs the tests in another one, and survives it.
 
-A tier can take its process down: a segfault in native code, a deadlock that holds the interpreter's
-lock, ``os._exit``. So the suite runs in a child that writes a journal, and this process reads it. When
-the child dies in the middle of a test, that test has failed, its clause is named, and the rest runs in
-a new child.
+A tier can take its process down: a segfault in native code, a deadlock that holds the
+interpreter's lock, ``os._exit``. So the suite runs in a child that writes a journal, and this
+process reads it. When the child dies in the middle of a test, that test has failed, its clause is
+named, and the rest runs in a new child.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kv_conformance.run._journal import JOURNAL_VARIABLE, Journal, read_journal
+from kv_conformance.run._journal import JOURNAL_VARIABLE, SUPERVISED, Journal, read_journal
 from kv_conformance.run._options import INI_OVERRIDES
 
 if TYPE_CHECKING:
@@ -42,8 +42,9 @@ _SILENCE_S: Final = 600.0
 # suite must not replace it.
 # It ends without waiting for threads that a tier may have left running.
 _START: Final = (
-    "import os, sys; sys.path[:] = [entry for entry in sys.path if entry]; "
-    "import pytest; status = int(pytest.main(sys.argv[1:])); "
+    "import os, sys, types; sys.path[:] = [entry for entry in sys.path if entry]; "
+    f"import pytest; plugins = [types.ModuleType({SUPERVISED!r})]; "
+    "status = int(pytest.main(sys.argv[1:], plugins=plugins)); "
     "sys.stdout.flush(); sys.stderr.flush(); os._exit(status)"
 )
 _USAGE_ERROR: Final = 4
@@ -79,7 +80,8 @@ def supervise(options: Options, arguments: Sequence[str]) -> tuple[int, list[dic
 def _run_child(arguments: Sequence[str], journal: Path, workdir: Path, time_scale: float) -> int:
     workdir.mkdir()
     overrides = [part for setting in INI_OVERRIDES for part in ("-o", setting)]
-    command = [sys.executable, "-c", _START, *overrides, *arguments]
+    optimized = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
+    command = [sys.executable, *optimized, "-c", _START, *overrides, *arguments]
     environment = {
         **os.environ,
         JOURNAL_VARIABLE: str(journal),

@@ -9,12 +9,12 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from kv_conformance.clauses import CLAUSES
+from kv_conformance.clauses import CLAUSES, clause_of
 from kv_conformance.run._case import CASES
 from kv_core.contract import Capability
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kv_conformance.clauses import Clause
     from kv_conformance.run._deviations import Deviation
@@ -43,7 +43,7 @@ class ClauseOutcome(enum.Enum):
     ERROR = "error"
     DEVIATION = "deviation"
     """It failed, as the list of known deviations says."""
-    UNEXPECTED_PASS = "unexpected pass"
+    UNEXPECTED_PASS = "unexpected pass"  # noqa: S105 - no password
     """It passed, although it is listed as a deviation."""
     BLOCKED = "blocked"
     """Its test broke off because another clause was broken."""
@@ -112,6 +112,8 @@ class _Seen:
     seconds: dict[str, float] = field(default_factory=dict)
     messages: dict[str, list[str]] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
+    begun: set[str] = field(default_factory=set)
+    strange: list[str] = field(default_factory=list)
 
     def note(self, case_name: str, outcome: ClauseOutcome) -> None:
         # A test that is repeated until it passes has failed.
@@ -127,11 +129,35 @@ class _Seen:
 def judge(events: Sequence[dict[str, Any]], deviations: Sequence[Deviation]) -> list[TierVerdict]:
     """Judge every tier of a run."""
     subjects = {event["tier"]: event for event in events if event["event"] == "subject"}
-    problems = tuple(event["message"] for event in events if event["event"] == "problem")
+    problems = [event["message"] for event in events if event["event"] == "problem"]
+    problems += _without_effect(deviations, subjects)
     return [
         _judge(subject, _read(events, tier), deviations, problems)
         for tier, subject in subjects.items()
     ]
+
+
+def _without_effect(
+    deviations: Iterable[Deviation], subjects: dict[str, dict[str, Any]]
+) -> Iterator[str]:
+    """Yield a problem for each deviation from a clause that no tier of the run owes."""
+    for deviation in deviations:
+        concerned = {
+            tier: _declared(subject)
+            for tier, subject in subjects.items()
+            if deviation.tier in (None, tier)
+        }
+        clause = clause_of(deviation.clause)
+        if concerned and not any(clause.applies_to(declared) for declared in concerned.values()):
+            yield (
+                f"the deviation from {clause.id} matches nothing: {', '.join(concerned)} does not "
+                "owe that clause. Remove the entry"
+            )
+
+
+def _declared(subject: dict[str, Any]) -> frozenset[Capability]:
+    known = {member.value: member for member in Capability}
+    return frozenset(known[name] for name in subject["capabilities"] if name in known)
 
 
 def _read(events: Iterable[dict[str, Any]], tier: str) -> _Seen:
@@ -140,11 +166,15 @@ def _read(events: Iterable[dict[str, Any]], tier: str) -> _Seen:
         if event.get("tier") != tier:
             continue
         match event["event"]:
+            case "begin":
+                seen.begun.add(event["case"])
+            case "end" if event["case"] not in seen.begun or event["case"] not in CASES:
+                seen.strange.append(event["case"])
             case "end":
                 seen.note(event["case"], ClauseOutcome(event["outcome"]))
                 seen.seconds[event["case"]] = event["seconds"]
                 # A broken promise has come as a violation already.
-                if event["outcome"] in ("error", "skipped") and event["case"] in CASES:
+                if event["outcome"] in ("error", "skipped"):
                     seen.tell(CASES[event["case"]].clause.id, event["message"])
             case "died":
                 seen.note(event["case"], ClauseOutcome.FAILED)
@@ -160,10 +190,10 @@ def _judge(
     subject: dict[str, Any],
     seen: _Seen,
     deviations: Sequence[Deviation],
-    problems: tuple[str, ...],
+    problems: Sequence[str],
 ) -> TierVerdict:
-    known = {member.value: member for member in Capability}
-    capabilities = frozenset(known[name] for name in subject["capabilities"] if name in known)
+    capabilities = _declared(subject)
+    problems = (*problems, *_doubts(subject, seen))
     relevant = {
         deviation.clause: deviation
         for deviation in deviations
@@ -180,6 +210,21 @@ def _judge(
         results=results,
         problems=problems,
     )
+
+
+def _doubts(subject: dict[str, Any], seen: _Seen) -> Iterator[str]:
+    """Yield what in the journal cannot come from the suite alone."""
+    unknown = sorted(set(subject["capabilities"]) - {member.value for member in Capability})
+    if unknown:
+        yield (
+            f"{subject['tier']} declares {', '.join(unknown)}, which the contract does not know. "
+            "Declare members of kv_core.contract.Capability"
+        )
+    if seen.strange:
+        yield (
+            f"the journal has results of {', '.join(sorted(set(seen.strange)))}, which the suite "
+            "did not begin: something else in the process has written to it"
+        )
 
 
 def _clause_result(
@@ -210,7 +255,7 @@ def _clause_result(
     )
 
 
-def _overall(results: Iterable[ClauseResult], problems: tuple[str, ...]) -> Verdict:
+def _overall(results: Iterable[ClauseResult], problems: Sequence[str]) -> Verdict:
     outcomes = {result.outcome for result in results if not result.clause.provisional}
     if outcomes & {ClauseOutcome.FAILED, ClauseOutcome.UNEXPECTED_PASS}:
         return Verdict.NON_CONFORMANT
