@@ -52,6 +52,24 @@ class Corruption(enum.Enum):
     FLIPPED = "flipped"
     """One bit of one byte of the block has changed; the length is right."""
 
+    def damage(self, content: bytes) -> bytes:
+        """Return the content of an object after the damage, for harnesses that can rewrite one.
+
+        Args:
+            content: The object, block bytes only, or with less beside them than the block has.
+        """
+        middle = len(content) // 2
+        match self:
+            case Corruption.TRUNCATED:
+                return content[:middle]
+            case Corruption.EMPTY:
+                return b""
+            case Corruption.OVERLONG:
+                return content + b"more"
+            case Corruption.FLIPPED:
+                flipped = content[middle] ^ 0b100
+                return content[:middle] + bytes([flipped]) + content[middle + 1 :]
+
 
 class Fault(enum.Enum):
     """What can happen to the storage as a whole."""

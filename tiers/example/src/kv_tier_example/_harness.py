@@ -78,7 +78,7 @@ class ExampleHarness(BaseHarness):
         block = store.get(key)
         if block is None:
             raise KeyError(key.hex())
-        store.put(key, _damaged(block, how))
+        store.put(key, how.damage(block))
 
     def list_keys(self, subject: Subject) -> Collection[OffloadKey]:
         """Return the names in the store."""
@@ -110,17 +110,6 @@ def _tier(subject: Subject) -> ExampleTier:
             "wrapper needs a harness of its own"
         )
     return tier
-
-
-def _damaged(block: bytes, how: Corruption) -> bytes:
-    if how is Corruption.TRUNCATED:
-        return block[: len(block) // 2]
-    if how is Corruption.EMPTY:
-        return b""
-    if how is Corruption.OVERLONG:
-        return block + b"more"
-    middle = len(block) // 2
-    return block[:middle] + bytes([block[middle] ^ 0b100]) + block[middle + 1 :]
 
 
 def at_once(workdir: Path) -> ExampleHarness:
