@@ -1,12 +1,14 @@
 """The region: guarded memory whose every byte is known, or known to be in use.
 
-Layout: one guard row, ``num_blocks`` rows of ``row_stride`` bytes, one guard row. A second copy,
-the shadow, holds what every byte should be. Slots that a load is writing are left out of the
-comparison until the load is reported.
+Layout: a guard, ``num_blocks`` rows of ``row_stride`` bytes, a guard. Of a small region a second
+copy, the shadow, holds what every byte should be; slots that a load is writing are left out of the
+comparison until the load is reported. Of a large one only the guards and the padding are looked at.
 """
 
 from __future__ import annotations
 
+import enum
+import gc
 import hashlib
 import mmap
 from typing import TYPE_CHECKING, Final, final
@@ -16,29 +18,55 @@ import numpy as np
 from kv_core.contract import PrimaryView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     import numpy.typing as npt
 
     from kv_core.contract import OffloadKey
 
-__all__ = ["GUARD", "POISON", "Region", "content_of"]
+__all__ = ["GUARD", "POISON", "UNTOUCHED", "Difference", "Region", "content_of"]
 
 GUARD: Final = 0xA5
-"""Bytes that belong to nobody: before, after and between the slots."""
+"""Bytes that belong to nobody: around and between the slots, and in slots not used so far."""
 POISON: Final = 0xDB
-"""Bytes of a slot whose job has been reported, and of one that a load is to fill."""
+"""Bytes of a slot whose job has been reported."""
+UNTOUCHED: Final = 0x6E
+"""Bytes of a slot that a load is to fill."""
 
-# Above this size whole-region comparisons are left to the end of the test.
+# Above this size there is no shadow.
 _SMALL_BYTES: Final = 2 << 20
+# Enough for what runs over its end, and little beside a block of 64 MiB.
+_GUARD_BYTES: Final = 64 << 10
+# Contents are made and compared in pieces that stay in the processor's cache, and out of the way of
+# who measures memory.
+_PIECE_WORDS: Final = 16 << 10
+
+
+class Difference(enum.Enum):
+    """What stands in a slot where the bytes of a key should."""
+
+    POISON = "poison"
+    """What the slot that was stored from held after its job had been reported."""
+    UNTOUCHED = "untouched"
+    """What the slot held before the load."""
+    OTHER = "other"
+    """Something else."""
 
 
 def content_of(key: OffloadKey, count: int) -> npt.NDArray[np.uint8]:
     """Return the bytes that belong to a key: any change of the key changes all of them."""
+    return np.concatenate([piece for _, piece in _pieces_of(key, count)])
+
+
+def _pieces_of(key: OffloadKey, count: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    """Yield the content of a key in pieces, each with its offset."""
     seed = int.from_bytes(hashlib.sha256(key).digest(), "big")
     # The bit generator itself: no other is as fast, and the bytes need not be good, only many.
-    words = np.random.SFC64(seed).random_raw(-(-count // 8))
-    return np.ascontiguousarray(words).view(np.uint8)[:count]
+    generator = np.random.SFC64(seed)
+    for start in range(0, count, _PIECE_WORDS * 8):
+        piece_bytes = min(count - start, _PIECE_WORDS * 8)
+        words = generator.random_raw(-(-piece_bytes // 8))
+        yield start, np.ascontiguousarray(words).view(np.uint8)[:piece_bytes]
 
 
 @final
@@ -60,13 +88,13 @@ class Region:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.row_stride = row_stride
-        guard_bytes = -(-max(row_stride, mmap.PAGESIZE) // mmap.PAGESIZE) * mmap.PAGESIZE
+        guard_bytes = min(row_stride, _GUARD_BYTES)
+        guard_bytes = -(-guard_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._start = guard_bytes
         self._stop = guard_bytes + num_blocks * row_stride
         self._memory = mmap.mmap(-1, self._stop + guard_bytes)
+        # Also the pages that nothing is ever stored from: memory is measured later.
         self._bytes().fill(GUARD)
-        self._rows().fill(GUARD)
-        self._rows()[:, :block_bytes] = POISON
         self.small = len(self._memory) <= _SMALL_BYTES
         self._shadow = self._bytes().copy() if self.small else None
         self._loading: set[int] = set()
@@ -84,26 +112,48 @@ class Region:
 
     def fill(self, block_id: int, key: OffloadKey) -> None:
         """Write the bytes of a key into a slot."""
-        self.write(block_id, content_of(key, self.block_bytes))
+        for offset, piece in _pieces_of(key, self.block_bytes):
+            self._write(block_id, offset, piece)
 
     def poison(self, block_id: int) -> None:
         """Overwrite a slot: whatever is read from it now is wrong, whatever is written is seen."""
         self.write(block_id, POISON)
 
+    def clear(self, block_id: int) -> None:
+        """Overwrite a slot that a load is to fill: bytes that it does not write can be told."""
+        self.write(block_id, UNTOUCHED)
+
     def write(self, block_id: int, content: npt.NDArray[np.uint8] | int) -> None:
         """Overwrite a slot with bytes or one repeated byte."""
-        self._rows()[block_id, : self.block_bytes] = content
+        if isinstance(content, int):
+            content = np.broadcast_to(np.uint8(content), self.block_bytes)
+        self._write(block_id, 0, content)
+
+    def _write(self, block_id: int, offset: int, content: npt.NDArray[np.uint8]) -> None:
+        self._rows()[block_id, offset : offset + len(content)] = content
         if self._shadow is not None:
-            start = self._start + block_id * self.row_stride
-            self._shadow[start : start + self.block_bytes] = content
+            start = self._start + block_id * self.row_stride + offset
+            self._shadow[start : start + len(content)] = content
+
+    def difference(self, block_id: int, key: OffloadKey) -> Difference | None:
+        """Say what stands where the bytes of a key should; ``None``: they are all there."""
+        payload = self._rows()[block_id, : self.block_bytes]
+        found: set[int] = set()
+        for offset, piece in _pieces_of(key, self.block_bytes):
+            there = payload[offset : offset + len(piece)]
+            found.update(np.unique(there[there != piece]).tolist())
+        if not found:
+            return None
+        if found == {POISON}:
+            return Difference.POISON
+        return Difference.UNTOUCHED if found == {UNTOUCHED} else Difference.OTHER
 
     def holds(self, block_id: int, key: OffloadKey) -> bool:
         """Say whether a slot holds the bytes of a key."""
-        payload = self._rows()[block_id, : self.block_bytes]
-        return bool(np.array_equal(payload, content_of(key, self.block_bytes)))
+        return self.difference(block_id, key) is None
 
     def is_poisoned(self, block_id: int) -> bool:
-        """Say whether a slot still holds nothing but poison."""
+        """Say whether a slot holds nothing but what the rig wrote when its last job ended."""
         return bool((self._rows()[block_id, : self.block_bytes] == POISON).all())
 
     # -- what may change -----------------------------------------------------------------------
@@ -126,10 +176,10 @@ class Region:
 
         Returns:
             (place, block id) of each row with a change that nobody was expected to make; place
-            is ``"slot"``, ``"padding"`` or ``"guard"`` (block id -1). Empty for large regions.
+            is ``"slot"``, ``"padding"`` or ``"guard"`` (block id -1).
         """
         if self._shadow is None:
-            return []
+            return self._changes_outside()
         memory = self._bytes()
         changed = np.flatnonzero(memory != self._shadow)
         if not len(changed):
@@ -147,6 +197,20 @@ class Region:
         self._shadow[changed] = memory[changed]
         return sorted(found)
 
+    def _changes_outside(self) -> list[tuple[str, int]]:
+        """Compare what is outside of the slots with what it should be, once for each change."""
+        memory, found = self._bytes(), []
+        for guard in (memory[: self._start], memory[self._stop :]):
+            if (guard != GUARD).any():
+                found.append(("guard", -1))
+                guard.fill(GUARD)
+        if self.row_stride > self.block_bytes:
+            padding = self._rows()[:, self.block_bytes :]
+            changed = np.flatnonzero((padding != GUARD).any(axis=1)).tolist()
+            found += [("padding", block_id) for block_id in changed]
+            padding[changed] = GUARD
+        return found
+
     # -- end ------------------------------------------------------------------------------------
 
     def unmap(self) -> str | None:
@@ -156,8 +220,17 @@ class Region:
             Why that is not possible, or ``None``.
         """
         try:
-            self.primary.release()
-            self._memory.close()
-        except BufferError as error:
-            return str(error)
+            self._unmap()
+        except BufferError:
+            # A view in a cycle of dead objects, a traceback for example, is held by nobody: whether
+            # the collector has come by already must not decide over a verdict.
+            gc.collect()
+            try:
+                self._unmap()
+            except BufferError as error:
+                return str(error)
         return None
+
+    def _unmap(self) -> None:
+        self.primary.release()
+        self._memory.close()

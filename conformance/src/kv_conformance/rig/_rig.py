@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 import numpy as np
 
 from kv_conformance.harness import Fault, Subject
+from kv_conformance.rig._budget import Interrupted, OutOfTime
 from kv_conformance.rig._findings import Broken
+from kv_conformance.rig._memory import Difference
 from kv_core.contract import (
     JobError,
     JobId,
@@ -154,10 +156,12 @@ class Rig:
         """
         try:
             return getattr(self.tier, method)(*args)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+        except (OutOfTime, Interrupted):
+            raise
+        except BaseException as error:  # noqa: BLE001 - an exit, too, is a finding
             self._forbid(method, error)
 
-    def _forbid(self, method: str, error: Exception) -> Never:
+    def _forbid(self, method: str, error: BaseException) -> Never:
         clause = _MUST_NOT_RAISE[method]
         message = f"{method} raised {type(error).__name__}: {error}"
         self.findings.add(clause, message)
@@ -296,10 +300,10 @@ class Rig:
         slots: Sequence[int] | None = None,
         request: ReqContext | None = None,
     ) -> JobId:
-        """Poison slots and submit a load into them."""
+        """Clear slots and submit a load into them."""
         taken = self.take_slots(len(keys)) if slots is None else tuple(slots)
         for slot in taken:
-            self.region.poison(slot)
+            self.region.clear(slot)
         self.region.begin_load(taken)
         return self._submit(keys, taken, request, is_load=True)
 
@@ -334,7 +338,9 @@ class Rig:
         method = "submit_load" if is_load else "submit_store"
         try:
             getattr(self.tier, method)(metadata)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+        except (OutOfTime, Interrupted):
+            raise
+        except BaseException as error:  # noqa: BLE001 - an exit, too, is a finding
             # A job that was refused with an exception was not taken, and will not be reported.
             del self._jobs[job_id]
             self._release(slots)
@@ -498,13 +504,26 @@ class Rig:
         """Compare what a load reports with what belongs to its keys."""
         good = set(job.metadata.keys if result.success else result.successful_keys)
         for key, slot in zip(job.metadata.keys, job.slots, strict=True):
-            if key in good and not self.region.holds(slot, key):
-                untouched = self.region.is_poisoned(slot)
-                # A success that is none is a false report; wrong bytes are wrong bytes.
+            difference = self.region.difference(slot, key) if key in good else None
+            if difference is None:
+                continue
+            claim = f"a load reported {key.hex()[:16]}... as loaded, but its slot "
+            if difference is Difference.POISON:
                 self.findings.add(
-                    "DATA-6" if untouched and not result.success else self.blame_bytes,
-                    f"a load reported {key.hex()[:16]}... as loaded, but its slot "
-                    + ("was not written" if untouched else "holds other bytes"),
+                    "DATA-2", claim + "holds bytes that were read after the store was reported"
+                )
+            elif difference is Difference.UNTOUCHED and not result.success:
+                # A success that is none is a false report; wrong bytes are wrong bytes.
+                self.findings.add("DATA-6", claim + "was not written, or not to its end")
+            else:
+                self.findings.add(
+                    self.blame_bytes,
+                    claim
+                    + (
+                        "was not written, or not to its end"
+                        if difference is Difference.UNTOUCHED
+                        else "holds other bytes"
+                    ),
                 )
 
     blame_bytes: str = "DATA-1"
@@ -549,6 +568,8 @@ class Rig:
     def shutdown(self) -> Collection[JobId]:
         """Call ``shutdown``."""
         self._is_shut_down = True
+        # Until it returns: what did not come back may use the memory for ever.
+        self._unfinished = self.jobs_in_flight
         self._unfinished = frozenset(self.call("shutdown"))
         return self._unfinished
 
