@@ -72,6 +72,10 @@ class FaultGate:
             fault = self._fault
         _fail(fault, writing=writing)
 
+    def allowed(self, count: int) -> int:
+        """Return how many of so many bytes a call may move: fewer while transfers are short."""
+        return -(-count // 2) if self._fault is Fault.SHORT else count
+
     async def enter_async(self, *, writing: bool) -> None:
         """Pass the gate from a coroutine, which is all that waits.
 

@@ -67,7 +67,7 @@ class FolderHarness(BaseHarness):
         spec: The tier or a variant of it.
     """
 
-    faults = frozenset({Fault.STALL, Fault.ERROR, Fault.FULL})
+    faults = frozenset(Fault)
 
     def __init__(self, workdir: Path, spec: TierSpec | None = None) -> None:
         super().__init__(workdir)

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path  # noqa: TC003 - pydantic evaluates the annotation
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, SecretStr
 from typing_extensions import override
@@ -46,6 +46,7 @@ class FolderTier(ThreadedTier):
     """Blocks in a folder."""
 
     emits_events = True
+    store_type: ClassVar[type[FolderStore]] = FolderStore
     config: FolderConfig
 
     @override
@@ -64,11 +65,12 @@ class FolderTier(ThreadedTier):
         from kv_conformance.reference._folder_harness import GATES
 
         folder = self.config.root_dir / self.context.namespace.fingerprint
-        store = FolderStore(folder)
+        store = self.store_type(folder)
         self._store = store
         gate = GATES.get(self.config.gate)
         if gate is None:
             return store
+        store.allowed = gate.allowed
         return gate.guard(
             store,
             reads=("exists", "get", "list_objects", "locked"),
