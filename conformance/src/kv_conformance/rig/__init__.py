@@ -1,9 +1,10 @@
 """The rig: one tier over one region, driven as an engine drives it, and watched."""
 
-from kv_conformance.rig._budget import Budget, OutOfTime
+from kv_conformance.rig._budget import Budget, Interrupted, OutOfTime
 from kv_conformance.rig._findings import Broken, Findings, Violation, expect
 from kv_conformance.rig._memory import Region
 from kv_conformance.rig._peer import Peer
+from kv_conformance.rig._process import Footprint
 from kv_conformance.rig._rig import Loaded, Rig
 from kv_conformance.rig._rigs import Rigs, SubjectType
 
@@ -11,6 +12,8 @@ __all__ = [
     "Broken",
     "Budget",
     "Findings",
+    "Footprint",
+    "Interrupted",
     "Loaded",
     "OutOfTime",
     "Peer",

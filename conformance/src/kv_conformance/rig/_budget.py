@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Final, final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Budget", "OutOfTime"]
+__all__ = ["Budget", "Interrupted", "OutOfTime"]
 
 _POLL_S: Final = 0.0005
 _SLOWEST_POLL_S: Final = 0.01
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user has interrupted the run. Any other KeyboardInterrupt comes from the tier."""
 
 
 class OutOfTime(BaseException):

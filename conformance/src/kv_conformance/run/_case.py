@@ -11,29 +11,36 @@ import functools
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kv_conformance.clauses import clause_of
 from kv_conformance.harness import HarnessError
-from kv_conformance.rig import Broken, OutOfTime
+from kv_conformance.rig import Broken, Interrupted, OutOfTime
 from kv_conformance.run._journal import journal_of_this_process
+from kv_conformance.run._stacks import arm_watchdog, disarm_watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from kv_conformance.clauses import Clause
     from kv_conformance.rig import Rigs
+    from kv_conformance.run._journal import Journal
 
 __all__ = ["CASES", "Case", "case"]
 
 TestFunction: TypeAlias = "Callable[..., None]"
 
-# Between the alarm, which dumps all threads and fails the test, and the end of the process.
+# Between the alarm, which dumps all threads and fails the test, and the end of the process. Scaled
+# as the limit is, but never so short that a busy machine has no time to unwind.
 _HARD_LIMIT_S: Final = 15.0
+_LEAST_HARD_LIMIT_S: Final = 2.0
+
+# Frames in these folders are the suite's, all others the tier's.
+_SUITE: Final = tuple(str(Path(__file__).parents[1] / name) for name in ("rig", "run", "suite"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +107,23 @@ def _run(found: Case, function: TestFunction, rigs: Rigs, fixtures: dict[str, An
             )
 
     if journal is not None:
-        journal.write("begin", tier=tier, case=found.name, clause=found.clause.id)
+        # Twice: for the test, and for closing what it has opened.
+        silence_s = 2 * (_alarm_s(found, rigs) + _hard_limit_s(rigs))
+        journal.write(
+            "begin", tier=tier, case=found.name, clause=found.clause.id, silence_s=silence_s
+        )
     try:
         try:
-            with _alarm(found, rigs):
+            with _limited(found, rigs, journal):
                 function(rigs, **fixtures)
         finally:
-            with _alarm(found, rigs):
+            with _limited(found, rigs, journal):
                 rigs.close()
+    except Interrupted:
+        # No end: the test has not been run.
+        if journal is not None:
+            journal.write("interrupted")
+        raise
     except (Broken, OutOfTime) as error:
         clause_id = error.clause or found.clause.id
         rigs.findings.add(clause_id, error.message)
@@ -117,6 +133,12 @@ def _run(found: Case, function: TestFunction, rigs: Rigs, fixtures: dict[str, An
     except HarnessError as error:
         end("error", str(error))
         raise
+    except (KeyboardInterrupt, SystemExit) as error:
+        # Not the user's, so the tier's: it must not end the run of all other tests.
+        message = f"the tier raised {type(error).__name__} on the calling thread"
+        rigs.findings.add(found.clause.id, message)
+        end("failed", message)
+        raise Broken(message) from error
     except BaseException as error:
         skipped = type(error).__module__.startswith("_pytest.outcomes")
         end("skipped" if skipped else "error", f"{type(error).__name__}: {error}")
@@ -124,28 +146,55 @@ def _run(found: Case, function: TestFunction, rigs: Rigs, fixtures: dict[str, An
     end("passed")
 
 
+def _alarm_s(found: Case, rigs: Rigs) -> float:
+    return found.limit_s * rigs.budget.scale
+
+
+def _hard_limit_s(rigs: Rigs) -> float:
+    return max(_HARD_LIMIT_S * rigs.budget.scale, _LEAST_HARD_LIMIT_S)
+
+
 @contextmanager
-def _alarm(found: Case, rigs: Rigs) -> Iterator[None]:
-    """Break a test off that takes too long.
+def _limited(found: Case, rigs: Rigs, journal: Journal | None) -> Iterator[None]:
+    """Break a test off that takes too long, or that the user interrupts.
 
-    First an alarm: it fails the test and dumps all threads. Where the interpreter cannot even run
-    a signal handler, because native code holds its lock, a watchdog in C ends the process.
+    First an alarm: it fails the test and dumps all threads. Where that comes to nothing, because
+    native code holds the interpreter's lock or somebody catches everything, a watchdog in C ends
+    the process. Where even that fails, the supervisor does.
     """
-    limit_s = found.limit_s * rigs.budget.scale
+    limit_s = _alarm_s(found, rigs)
 
-    def ring(_signal: int, _frame: FrameType | None) -> None:
+    def ring(_signal: int, frame: FrameType | None) -> None:
         faulthandler.dump_traceback(all_threads=True)
-        raise OutOfTime(f"the test did not end within {limit_s:g} s")
+        raise OutOfTime(f"the test did not end within {limit_s:g} s{_standing(frame)}")
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise Interrupted
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, ring)
+    before = {
+        signal.SIGALRM: signal.signal(signal.SIGALRM, ring),
+        signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
+    }
     signal.setitimer(signal.ITIMER_REAL, limit_s)
-    faulthandler.dump_traceback_later(limit_s + _HARD_LIMIT_S, exit=True)
+    arm_watchdog(journal, limit_s + _hard_limit_s(rigs))
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        disarm_watchdog()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _standing(frame: FrameType | None) -> str:
+    """Say in which call of the tier the suite stands, or nothing when it stands in none."""
+    called: FrameType | None = None
+    while frame is not None and not frame.f_code.co_filename.startswith(_SUITE):
+        called, frame = frame, frame.f_back
+    if called is None or frame is None or called.f_code.co_filename == threading.__file__:
+        return ""
+    place = f"{Path(called.f_code.co_filename).name}:{called.f_lineno}"
+    return f": it stands in {called.f_code.co_name} ({place})"
