@@ -31,6 +31,7 @@ from kv_conformance.run._journal import (
 from kv_conformance.run._junit import write_junit
 from kv_conformance.run._options import add_options, read_options
 from kv_conformance.run._report import remove_report, write_report
+from kv_conformance.run._stacks import catch_crashes
 from kv_conformance.run._subjects import find_subjects
 from kv_conformance.run._summary import show
 from kv_conformance.run._supervisor import WORKDIR_VARIABLE, supervise
@@ -177,6 +178,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not config.option.conformance or journal is None:
         return
     journal.write("start")
+    catch_crashes(journal)
     options = read_options(config, config.stash[_POSITIONAL])
     load_suite()
     config.stash[_SUITE] = snapshot()
@@ -208,8 +210,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     journal = journal_of_this_process()
     if not session.config.option.conformance or journal is None:
         return
+    journal.write("stopping")
     for subject in session.config.stash.get(_SUBJECTS, {}).values():
-        subject.harness.stop()
+        try:
+            subject.harness.stop()
+        except Exception as error:  # noqa: BLE001 - of one harness; the others are to stop, too
+            journal.write(
+                "problem", message=f"the harness of {subject.name} does not stop: {error!r}"
+            )
     journal.write("plugins", names=foreign_plugins(session.config))
     before = session.config.stash.get(_SUITE, None)
     changed = find_changes(before) if before is not None else []

@@ -1,8 +1,8 @@
 """Where the process stood when it died.
 
 The interpreter's fault handler writes it down, C code that needs neither the interpreter's lock nor
-memory; the supervisor reads it. It goes into a file beside the journal: pytest has put its own files
-in the place of standard error.
+memory; the supervisor reads it. It goes into a file beside the journal: pytest has put files of its
+own in the place of standard error.
 """
 
 from __future__ import annotations
