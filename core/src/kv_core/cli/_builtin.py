@@ -13,6 +13,7 @@ import typer
 
 from kv_core.cli._check_config import check_config
 from kv_core.cli._demo import demo
+from kv_core.cli._new_tier import new_tier
 from kv_core.cli._replay import replay
 from kv_core.cli._tiers import tiers
 
@@ -23,6 +24,7 @@ _COMMANDS: Final[dict[str, Callable[..., Any]]] = {
     "check-config": check_config,
     "demo": demo,
     "replay": replay,
+    "new-tier": new_tier,
 }
 
 
