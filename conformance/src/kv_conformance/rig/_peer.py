@@ -7,6 +7,7 @@ suite's thread owns everything in this module.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -66,6 +67,11 @@ class PeerProblem:
     clause: str | None = None
 
 
+def _other_hash_seed() -> str:
+    """Return another seed of Python's ``hash()`` than the one that is set here, if one is."""
+    return "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+
+
 @final
 class Peer:
     """An open tier in another process.
@@ -110,6 +116,7 @@ class Peer:
                 stdout=self._errors,
                 stderr=self._errors,
                 pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONHASHSEED": _other_hash_seed()},
             )
         self._pipe.send(order)
 

@@ -1,0 +1,148 @@
+"""REQ: requests begin and end."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from kv_conformance.rig import expect
+from kv_conformance.run._case import case
+from kv_core.contract import OffloadPolicy, ReqContext, RequestOffloadingContext
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kv_conformance.rig import Rig, Rigs
+    from kv_core.contract import OffloadKey
+
+_REQUESTS_OF_A_ROUND: Final = 500
+_REQUESTS_AT_A_TIME: Final = 100
+_MOST_ROUNDS: Final = 20
+# Less than the smallest thing that can be kept for a request: its id, in a set, takes 80.
+_BYTES_OF_A_REQUEST: Final = 16
+
+
+@case("REQ-1")
+def test_every_new_request_is_answered_with_a_policy(rigs: Rigs) -> None:
+    """Whatever its id is and whatever its client sent along."""
+    rig = rigs.open()
+    params: tuple[Mapping[str, Any], ...] = (
+        {},
+        {"do_remote_prefill": True, "remote_block_ids": [1, 2], "remote_host": None},
+        {"tier": {"nested": [1.5, "two", {}]}, "class": "batch", "a key": ""},
+    )
+    for number, sent in enumerate(params):
+        for req_id in (f"cmpl-{number}", f"../{number}\x00 \u00e9\n", f"{number}" * 400):
+            answer: object = rig.announce(ReqContext(req_id, sent))
+            expect(
+                isinstance(answer, RequestOffloadingContext)
+                and isinstance(answer.policy, OffloadPolicy),
+                f"on_new_request of a request with kv_transfer_params {dict(sent)} returned "
+                f"{answer!r}, expected a RequestOffloadingContext with an OffloadPolicy",
+            )
+
+
+@case("REQ-2")
+def test_a_request_may_end_twice_and_before_it_begins(rigs: Rigs) -> None:
+    """Known, ended and unknown requests alike; the tier works on."""
+    rig = rigs.open()
+    key, absent = rigs.keys(2)
+    rig.stored([key])
+    known, never = rig.new_request(), ReqContext("never announced")
+    rig.resolve([key, absent], known)
+    rig.finish_request(known)
+    rig.finish_request(known)
+    rig.finish_request(never)
+    rig.announce(never)
+    rig.ask_many([key, absent], never)
+    rig.finish_request(never)
+    rig.finish_request(never)
+    expect(
+        rig.resolve([key, absent], rig.new_request()) == [True, False],
+        "after a request had ended twice, another one got wrong answers",
+    )
+
+
+@case("REQ-2")
+def test_an_id_that_comes_back_is_a_new_request(rigs: Rigs) -> None:
+    """Nothing is left of the request that had the id before: its lookups count anew."""
+    rig = rigs.open()
+    key, absent = rigs.keys(2)
+    rig.stored([key])
+    request = ReqContext("comes back")
+    counts = []
+    for _life in range(2):
+        rig.announce(request)
+        before = rig.stats().get("lookup_queries", 0.0)
+        expect(
+            rig.resolve([key, absent], request) == [True, False],
+            "a request whose id another one had before got wrong answers",
+        )
+        counts.append(rig.stats().get("lookup_queries", 0.0) - before)
+        rig.finish_request(request)
+    expect(
+        counts[0] == counts[1],
+        f"a request resolved two keys and counted {counts[0]:g} queries; after its end, a new one "
+        f"of the same id counted {counts[1]:g}",
+    )
+
+
+@case("REQ-2")
+def test_ended_requests_leave_nothing_behind(rigs: Rigs) -> None:
+    """Memory comes to rest while requests come and go, with answers and without.
+
+    Judged by Python's own allocations, in rounds of the same keys. Caches and logs may fill up;
+    only what still grows after thousands of requests is a leak.
+    """
+    rig = rigs.open()
+    keys = rigs.keys(4)
+    rig.stored(keys[:2])
+    with _tracing():
+        _come_and_go(rig, keys)
+        before = _traced_bytes()
+        for _round in range(_MOST_ROUNDS):
+            _come_and_go(rig, keys)
+            after = _traced_bytes()
+            grown = (after - before) / _REQUESTS_OF_A_ROUND
+            if grown < _BYTES_OF_A_REQUEST:
+                return
+            before = after
+    total = _REQUESTS_OF_A_ROUND * (_MOST_ROUNDS + 1)
+    expect(
+        False,
+        f"after {total} ended requests, each further one still leaves {grown:.0f} bytes behind",
+    )
+
+
+def _come_and_go(rig: Rig, keys: Sequence[OffloadKey]) -> None:
+    """Let requests begin, ask and end: some with all answers, some with none."""
+    for _group in range(_REQUESTS_OF_A_ROUND // _REQUESTS_AT_A_TIME):
+        requests = [rig.new_request(origin="suite") for _ in range(_REQUESTS_AT_A_TIME)]
+        for request in requests:
+            rig.ask_many(keys, request)
+        # Before the tier can have asked its storage.
+        for request in requests[::2]:
+            rig.finish_request(request)
+        for request in requests[1::2]:
+            rig.resolve(keys, request)
+            rig.finish_request(request)
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """Let Python note its allocations, unless somebody does already."""
+    if tracemalloc.is_tracing():
+        yield
+        return
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+def _traced_bytes() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
