@@ -1,6 +1,7 @@
 """The rig: one tier over one region, driven as an engine drives it, and watched."""
 
 from kv_conformance.rig._budget import Budget, Interrupted, OutOfTime
+from kv_conformance.rig._calls import CallFinding, CallWatch, watch_calls
 from kv_conformance.rig._findings import Broken, Findings, Violation, expect
 from kv_conformance.rig._memory import Region
 from kv_conformance.rig._peer import Peer
@@ -11,6 +12,8 @@ from kv_conformance.rig._rigs import Rigs, SubjectType
 __all__ = [
     "Broken",
     "Budget",
+    "CallFinding",
+    "CallWatch",
     "Findings",
     "Footprint",
     "Interrupted",
@@ -23,4 +26,5 @@ __all__ = [
     "SubjectType",
     "Violation",
     "expect",
+    "watch_calls",
 ]

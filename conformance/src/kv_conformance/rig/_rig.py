@@ -315,6 +315,16 @@ class Rig:
         self._reported.difference_update(taken)
         return taken
 
+    def take_scattered_slots(self, count: int) -> tuple[int, ...]:
+        """Take slots that are neither neighbours nor in order, as in a cache that has been used."""
+        free = sorted(self._free, key=lambda slot: slot * 11 % self.region.num_blocks)
+        if count > len(free):
+            raise ValueError(f"{count} slots wanted, {len(free)} free: open a larger region")
+        taken = tuple(free[:count])
+        self._free = deque(slot for slot in self._free if slot not in taken)
+        self._reported.difference_update(taken)
+        return taken
+
     def _submit(
         self,
         keys: Sequence[OffloadKey],
@@ -416,6 +426,24 @@ class Rig:
                     f"{loaded.result.error}",
                     clause,
                 )
+
+    def until_loaded(self, keys: Sequence[OffloadKey], *, clause: str) -> None:
+        """Load keys until all are loaded: with short deadlines a load may fail on a busy machine.
+
+        Raises:
+            OutOfTime: They are not, within ``job_deadline_s``; the clause is to blame.
+        """
+
+        def loaded() -> bool:
+            parts = (keys[i : i + self.job_keys] for i in range(0, len(keys), self.job_keys))
+            return all(len(self.load(part).keys) == len(part) for part in parts)
+
+        self.budget.until(
+            loaded,
+            f"{len(keys)} stored key(s) could not be loaded",
+            self.limits.job_deadline_s,
+            clause=clause,
+        )
 
     @property
     def job_keys(self) -> int:
