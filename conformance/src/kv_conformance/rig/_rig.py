@@ -70,6 +70,9 @@ _MUST_NOT_RAISE: Final[Mapping[str, str]] = {
     "has_pending_work": "JOB-7",
     "take_events": "EVT-1",
     "get_stats": "MET-1",
+    "usage": "USE-1",
+    "delete": "DEL-1",
+    "touch": "TOUCH-1",
     "shutdown": "LIFE-1",
 }
 
