@@ -232,4 +232,6 @@ def test_the_tier_works_after_a_drain_that_could_not_finish(rigs: Rigs) -> None:
     rig, _ = _stall_a_backlog(rigs, SHORT_DEADLINES)
     rig.drain()
     rig.heal()
+    # What could not be withdrawn has the slots until now.
+    rig.wait_all(rig.jobs_in_flight)
     _expect_work(rig, rigs)
