@@ -12,7 +12,9 @@ __all__ = ["explain"]
 
 
 def explain(clause: Clause) -> str:
-    """Return the sentence, the reason, the reports, and the mutants that break it."""
+    """Return the sentence, the reason, the reports, who breaks it and who relies on it."""
+    # Late: these import every reference tier.
+    from kv_conformance.extremes import EXTREMES
     from kv_conformance.mutants import MUTANTS
 
     def wrap(text: str) -> str:
@@ -29,4 +31,8 @@ def explain(clause: Clause) -> str:
     if broken_by:
         lines += ["broken by"]
         lines += [wrap(f"{mutant.name}: {mutant.breaks}") for mutant in broken_by]
+    relied_on_by = [extreme for extreme in EXTREMES.values() if clause.id in extreme.relies_on]
+    if relied_on_by:
+        lines += ["relied on by"]
+        lines += [wrap(f"{extreme.name}: {extreme.does}") for extreme in relied_on_by]
     return "\n".join([*lines, clause.link])
