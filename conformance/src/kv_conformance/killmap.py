@@ -322,7 +322,9 @@ def _as_values(
                 "clause": subject.part.clause if isinstance(subject.part, Mutant) else None,
                 "verdict": run.verdict,
                 "tripped": _ordered(run.tripped),
-                "messages": {name: list(run.messages[name]) for name in _ordered(run.tripped)},
+                "messages": {
+                    name: list(run.messages.get(name, ())) for name in _ordered(run.tripped)
+                },
                 "seconds": round(run.seconds, 2),
             }
             for subject, run in results
