@@ -82,6 +82,7 @@ class Region:
 
     Attributes:
         primary: What the tier is given.
+        mapped_bytes: Memory that the region takes itself, guards included; without the shadow.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, row_stride: int) -> None:
@@ -92,10 +93,11 @@ class Region:
         guard_bytes = -(-guard_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._start = guard_bytes
         self._stop = guard_bytes + num_blocks * row_stride
-        self._memory = mmap.mmap(-1, self._stop + guard_bytes)
+        self.mapped_bytes = self._stop + guard_bytes
+        self._memory = mmap.mmap(-1, self.mapped_bytes)
         # Also the pages that nothing is ever stored from: memory is measured later.
         self._bytes().fill(GUARD)
-        self.small = len(self._memory) <= _SMALL_BYTES
+        self.small = self.mapped_bytes <= _SMALL_BYTES
         self._shadow = self._bytes().copy() if self.small else None
         self._loading: set[int] = set()
         flat = memoryview(self._memory)[self._start : self._stop]
@@ -176,8 +178,10 @@ class Region:
 
         Returns:
             (place, block id) of each row with a change that nobody was expected to make; place
-            is ``"slot"``, ``"padding"`` or ``"guard"`` (block id -1).
+            is ``"slot"``, ``"padding"`` or ``"guard"`` (block id -1). Nothing once it is unmapped.
         """
+        if self._memory.closed:
+            return []
         if self._shadow is None:
             return self._changes_outside()
         memory = self._bytes()

@@ -55,6 +55,8 @@ ReturnT = TypeVar("ReturnT")
 # Job ids of all tiers of a process: an engine never uses one twice.
 _JOB_IDS: Final = itertools.count(1)
 _REQUEST_IDS: Final = itertools.count(1)
+# To tell a result that went to the wrong instance from one of no job at all.
+_SUBMITTED: Final[set[JobId]] = set()
 
 # Which clause forbids a method to raise.
 _MUST_NOT_RAISE: Final[Mapping[str, str]] = {
@@ -139,7 +141,10 @@ class Rig:
         self.metrics = metrics
         self.results: dict[JobId, JobResult] = {}
         self._subject = Subject(tier, opening, namespace)
-        self._free: deque[int] = deque(range(region.num_blocks))
+        # Scattered and out of order, as in a cache that has been used for a while.
+        self._free: deque[int] = deque(
+            sorted(range(region.num_blocks), key=lambda slot: slot * 11 % region.num_blocks)
+        )
         self._jobs: dict[JobId, _Job] = {}
         # Slots whose last job has been reported.
         self._reported: set[int] = set()
@@ -318,16 +323,6 @@ class Rig:
         self._reported.difference_update(taken)
         return taken
 
-    def take_scattered_slots(self, count: int) -> tuple[int, ...]:
-        """Take slots that are neither neighbours nor in order, as in a cache that has been used."""
-        free = sorted(self._free, key=lambda slot: slot * 11 % self.region.num_blocks)
-        if count > len(free):
-            raise ValueError(f"{count} slots wanted, {len(free)} free: open a larger region")
-        taken = tuple(free[:count])
-        self._free = deque(slot for slot in self._free if slot not in taken)
-        self._reported.difference_update(taken)
-        return taken
-
     def _submit(
         self,
         keys: Sequence[OffloadKey],
@@ -348,6 +343,7 @@ class Rig:
             submit_time=time.monotonic(),
         )
         self._jobs[job_id] = _Job(metadata, slots, is_load)
+        _SUBMITTED.add(job_id)
         method = "submit_load" if is_load else "submit_store"
         try:
             getattr(self.tier, method)(metadata)
@@ -505,6 +501,11 @@ class Rig:
             self.findings.add("JOB-1", f"job {result.job_id} was reported twice")
             return False
         job = self._jobs.pop(result.job_id, None)
+        if job is None and result.job_id in _SUBMITTED:
+            self.findings.add(
+                "LIFE-5", f"job {result.job_id} was reported by an instance that it was not given to"
+            )
+            return False
         if job is None:
             self.findings.add("JOB-1", f"job {result.job_id} was reported but never submitted")
             return False

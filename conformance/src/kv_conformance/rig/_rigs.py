@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kv_conformance.harness import Harness
     from kv_conformance.rig._budget import Budget
     from kv_conformance.rig._findings import Violation
-    from kv_core.contract import OffloadKey, TierSpec
+    from kv_core.contract import OffloadKey, TierLimits, TierSpec
 
 __all__ = ["RecordedMetrics", "Rigs", "SubjectType", "namespace_of"]
 
@@ -146,6 +146,13 @@ class Rigs:
         return [self.key(group_idx) for _ in range(count)]
 
     # -- rigs -----------------------------------------------------------------------------------
+
+    def limits(self, opening: Opening | None = None) -> TierLimits:
+        """Return what the tier declares for the settings of an opening, without opening it."""
+        settings = self.harness.settings(opening or self.opening())
+        config = parse_tier_config(self.spec.type, self.spec.config_model, settings)
+        limits: TierLimits = self.spec.limits(config)
+        return limits
 
     def opening(self, **changes: Any) -> Opening:
         """Return an opening of a new storage, with the given fields changed."""

@@ -1,0 +1,215 @@
+"""ZC: the primary tier is used in place."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from kv_conformance.harness import SHORT_DEADLINES, Fault
+from kv_conformance.rig import Broken, expect
+from kv_conformance.rig._resident import SLACK_BYTES, MemoryWatch, memory_now, tracing
+from kv_conformance.run._case import case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kv_conformance.rig import Rig, Rigs
+    from kv_conformance.rig._resident import MemoryUse
+    from kv_core.contract import OffloadKey
+
+# Larger than the slack: the copy of one block is seen. Sixteen of them are 256 MiB.
+_LARGE_BLOCK_BYTES: Final = 16 << 20
+_LARGE_BLOCKS: Final = 16
+_JOB_BLOCK_BYTES: Final = 4 << 20
+_ROUNDS: Final = 6
+
+# (block_bytes, row_stride): padded rows, and sizes that no alignment fits.
+_ODD_ROWS: Final = ((4096, 4608), (5000, 8192), (4097, 4097), (513, 640))
+
+
+def _fitting(rigs: Rigs, block_bytes: int) -> int:
+    return min(block_bytes, rigs.limits().max_block_bytes or block_bytes)
+
+
+def _submit_all(rig: Rig, keys: Sequence[OffloadKey], slots: Sequence[int], *, load: bool) -> None:
+    """Submit everything at once, in the largest jobs that the tier takes, and wait."""
+    step = rig.limits.max_job_keys or len(keys)
+    jobs = []
+    for start in range(0, len(keys), step):
+        part, places = keys[start : start + step], slots[start : start + step]
+        if load:
+            jobs.append(rig.submit_load(part, slots=places))
+        else:
+            jobs.append(rig.submit_store(part, slots=places, fill=False))
+    rig.wait_all(jobs)
+
+
+def _expect_within(rig: Rig, extra_bytes: int, what: str) -> None:
+    staging_bytes = rig.limits.staging_bytes
+    expect(
+        extra_bytes <= staging_bytes + SLACK_BYTES,
+        f"{what} took {extra_bytes / 2**20:.1f} MiB of memory on top of the region, of which "
+        f"{rig.region.num_blocks * rig.region.block_bytes / 2**20:.0f} MiB are blocks; declared "
+        f"is staging_bytes={staging_bytes}, and {SLACK_BYTES / 2**20:.0f} MiB are free. Move the "
+        "blocks in place, or declare what is needed",
+    )
+
+
+# -- ZC-1 ----------------------------------------------------------------------------------------
+
+
+@case("ZC-1")
+def test_opening_copies_nothing(rigs: Rigs) -> None:
+    """A larger region does not make the tier itself larger."""
+    block_bytes = _fitting(rigs, _LARGE_BLOCK_BYTES)
+
+    def opened(num_blocks: int) -> tuple[Rig, int]:
+        gc.collect()
+        before = memory_now()
+        rig = rigs.open(
+            num_blocks=num_blocks, block_bytes=block_bytes, retention_blocks=_LARGE_BLOCKS
+        )
+        after = memory_now()
+        own_bytes = after.resident - before.resident - rig.region.mapped_bytes
+        return rig, max(own_bytes, after.traced - before.traced)
+
+    with tracing():
+        # What the tier keeps for itself, a pool of connections or of memory, is in both.
+        small, small_bytes = opened(1)
+        small.close()
+        large, large_bytes = opened(_LARGE_BLOCKS)
+        _expect_within(large, large_bytes - small_bytes, "opening a tier over a larger region")
+
+
+@case("ZC-1")
+def test_stores_and_loads_copy_nothing(rigs: Rigs) -> None:
+    """Stores and loads of 256 MiB at once stay within the memory that is declared."""
+    rig = rigs.open(
+        num_blocks=_LARGE_BLOCKS,
+        block_bytes=_fitting(rigs, _LARGE_BLOCK_BYTES),
+        retention_blocks=_LARGE_BLOCKS,
+    )
+    keys = rigs.keys(_LARGE_BLOCKS)
+    # Bytes are checked as well; who gets only blocks of this size wrong breaks another promise.
+    rig.blame_bytes = "GEO-1"
+    with tracing():
+        slots = rig.take_slots(_LARGE_BLOCKS)
+        for slot, key in zip(slots, keys, strict=True):
+            rig.region.fill(slot, key)
+        with MemoryWatch() as watch:
+            _submit_all(rig, keys, slots, load=False)
+        _expect_within(rig, watch.extra_bytes, "a store")
+        # A store may fail; what is measured next needs every block.
+        rig.stored(keys)
+        slots = rig.take_slots(_LARGE_BLOCKS)[::-1]
+        with MemoryWatch() as watch:
+            _submit_all(rig, keys, slots, load=True)
+        _expect_within(rig, watch.extra_bytes, "a load")
+
+
+# -- ZC-2 ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let no other thread of Python run unless this one waits."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5.0)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@case("ZC-2")
+def test_submit_sets_no_bytes_aside(rigs: Rigs) -> None:
+    """When a store has been submitted, memory holds no copy of its blocks but the stored ones."""
+    rig = rigs.open(num_blocks=16, block_bytes=_fitting(rigs, _JOB_BLOCK_BYTES))
+    keys = rigs.keys(rig.limits.max_job_keys or 16)[:16]
+    slots = rig.take_slots(len(keys))
+    for slot, key in zip(slots, keys, strict=True):
+        rig.region.fill(slot, key)
+    with tracing():
+        gc.collect()
+        before = memory_now()
+        with _undisturbed():
+            job_id = rig.submit_store(keys, slots=slots, fill=False)
+            submitted = memory_now()
+        rig.wait(job_id)
+        after: MemoryUse = memory_now()
+        # Stored at once, in memory: those are the blocks themselves, and there is no copy.
+        _expect_within(rig, submitted.beyond(before, after), "the submit of a store")
+
+
+@case("ZC-2")
+def test_what_was_written_before_submit_is_stored(rigs: Rigs) -> None:
+    """The same slots are stored from again and again, each time with other bytes."""
+    rig = rigs.open(num_blocks=4)
+    rig.blame_bytes = "ZC-2"
+    for _round in range(_ROUNDS):
+        # Each goes through all four slots, so that a slot is stored from twice before it is
+        # loaded into.
+        first, second = rigs.keys(4), rigs.keys(4)
+        rig.stored(first)
+        rig.stored(second)
+        rig.expect_loads(first)
+        rig.expect_loads(second)
+
+
+# -- ZC-3 ----------------------------------------------------------------------------------------
+
+
+def _expect_unmapped(rig: Rig) -> None:
+    unfinished = rig.shutdown()
+    if unfinished:
+        raise Broken(f"shutdown left {len(unfinished)} job(s) unfinished", "LIFE-3")
+    problem = rig.region.unmap()
+    expect(problem is None, f"the region cannot be unmapped after the shutdown: {problem}")
+
+
+@case("ZC-3")
+def test_a_used_region_can_be_unmapped(rigs: Rigs) -> None:
+    """Stores, loads and lookups leave no export of the view behind."""
+    rig = rigs.open()
+    keys = rigs.keys(6)
+    rig.stored(keys)
+    rig.resolve([*keys, rigs.key()])
+    rig.expect_loads(keys)
+    _expect_unmapped(rig)
+
+
+@case("ZC-3")
+def test_a_region_can_be_unmapped_after_failures(rigs: Rigs) -> None:
+    """Nor do jobs that failed, and jobs that the shutdown broke off."""
+    rig = rigs.open(num_blocks=64, faults=True, deadlines=SHORT_DEADLINES)
+    keys = rigs.keys(4)
+    rig.stored(keys)
+    rig.load(rigs.keys(2))
+    rig.inject(Fault.ERROR)
+    rig.store(rigs.keys(2))
+    rig.load(keys[:2])
+    rig.heal()
+    rig.inject(Fault.STALL)
+    for start in range(0, 4, rig.job_keys):
+        rig.submit_load(keys[start : start + rig.job_keys])
+    for key in rigs.keys(24):
+        rig.submit_store([key])
+    rig.heal()
+    _expect_unmapped(rig)
+
+
+# -- ZC-4 ----------------------------------------------------------------------------------------
+
+
+@case("ZC-4")
+def test_padded_rows_and_odd_sizes_are_honoured(rigs: Rigs) -> None:
+    """Bytes are right, and padding and guards stay as they are, for rows of any shape."""
+    for block_bytes, row_stride in _ODD_ROWS:
+        rig = rigs.open(block_bytes=_fitting(rigs, block_bytes), row_stride=row_stride)
+        rig.blame_bytes = "ZC-4"
+        keys = rigs.keys(rig.job_keys)
+        rig.stored(keys, clause="ZC-4")
+        rig.expect_loads(keys)
+        rig.close()
