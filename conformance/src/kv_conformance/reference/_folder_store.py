@@ -50,16 +50,23 @@ class FolderStore:
         self._temporary.mkdir(parents=True, exist_ok=True)
         # Held as long as this process lives: who can lock it knows that the writer is dead.
         self._alive = os.open(self._temporary / "alive", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._alive, fcntl.LOCK_EX)
-        self.reclaim()
+        try:
+            fcntl.flock(self._alive, fcntl.LOCK_EX)
+            self.reclaim()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Remove the writer's folder."""
-        for leftover in self._temporary.iterdir():
-            leftover.unlink()
-        os.close(self._alive)
-        with suppress(OSError):
-            self._temporary.rmdir()
+        try:
+            for leftover in self._temporary.iterdir():
+                leftover.unlink()
+        finally:
+            # Also when there was no descriptor to list the folder with.
+            os.close(self._alive)
+            with suppress(OSError):
+                self._temporary.rmdir()
 
     def reclaim(self) -> None:
         """Remove what dead writers have left behind."""

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Final, final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Footprint", "adopt_orphans", "child_processes", "failing_thread", "few_descriptors"]
+__all__ = [
+    "Footprint",
+    "adopt_orphans",
+    "child_processes",
+    "command_lines",
+    "failing_thread",
+    "few_descriptors",
+]
 
 _TASKS: Final = Path("/proc/self/task")
 _DESCRIPTORS: Final = Path("/proc/self/fd")
@@ -41,6 +48,16 @@ def child_processes() -> frozenset[int]:
             with suppress(OSError):
                 found.update(map(int, (task / "children").read_text().split()))
     return frozenset(found)
+
+
+def command_lines() -> list[str]:
+    """Return the command lines of all children."""
+    found = []
+    for pid in child_processes():
+        with suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+            found.append(line.replace(chr(0), " "))
+    return found
 
 
 @final

@@ -503,7 +503,8 @@ class Rig:
         job = self._jobs.pop(result.job_id, None)
         if job is None and result.job_id in _SUBMITTED:
             self.findings.add(
-                "LIFE-5", f"job {result.job_id} was reported by an instance that it was not given to"
+                "LIFE-5",
+                f"job {result.job_id} was reported by an instance that it was not given to",
             )
             return False
         if job is None:

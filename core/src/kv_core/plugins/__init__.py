@@ -15,10 +15,11 @@ from kv_core.plugins._demands import require_block_size, require_space_limit
 from kv_core.plugins._installed import ENTRY_POINT_GROUP, InstalledTier
 from kv_core.plugins._open import OpenTier, open_tier
 from kv_core.plugins._registry import TierRegistry
-from kv_core.plugins._settings import TierSettings, parse_secondary_tiers
+from kv_core.plugins._settings import RESERVED_KEYS, TierSettings, parse_secondary_tiers
 
 __all__ = [
     "ENTRY_POINT_GROUP",
+    "RESERVED_KEYS",
     "CheckedTier",
     "InstalledTier",
     "OpenTier",
