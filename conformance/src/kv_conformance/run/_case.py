@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import pytest
+
 from kv_conformance.clauses import clause_of
 from kv_conformance.harness import HarnessError
 from kv_conformance.rig import Broken, Interrupted, OutOfTime
@@ -140,7 +142,7 @@ def _run(found: Case, function: TestFunction, rigs: Rigs, fixtures: dict[str, An
         end("failed", message)
         raise Broken(message) from error
     except BaseException as error:
-        skipped = type(error).__module__.startswith("_pytest.outcomes")
+        skipped = isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception))
         end("skipped" if skipped else "error", f"{type(error).__name__}: {error}")
         raise
     end("passed")
