@@ -138,8 +138,9 @@ class FolderTier(ThreadedTier):
     def retire(self, key: OffloadKey) -> None:
         with self.store.locked():
             if self.store.remove(key):
-                self._count -= 1
                 self.note_removed(key)
+            # Also when it was lost before: then it was counted until now.
+            self._count = len(self.store.list_objects())
 
     # -- capacity -------------------------------------------------------------------------------
 
@@ -189,10 +190,10 @@ class FolderTier(ThreadedTier):
                 with self._lock:
                     if key not in self._deleted:
                         continue
-                if self.store.remove(key):
-                    self._count -= 1
+                self.store.remove(key)
                 with self._lock:
                     self._deleted.discard(key)
+            self._count = len(self.store.list_objects())
 
     @override
     def usage(self) -> TierUsage:
