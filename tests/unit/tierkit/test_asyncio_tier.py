@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -349,6 +350,21 @@ def test_a_failed_open_leaves_nothing() -> None:
     with pytest.raises(TierOpenError, match="OSError: no such server"):
         TierDriver(BrokenTier, TierKitConfig())
     assert threading.active_count() == before
+
+
+def test_a_loop_that_cannot_be_made_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the last descriptor taken by the selector, there is none for the loop (LIFE-4)."""
+    selectors: list[Any] = []
+
+    def fail(selector: object) -> None:
+        selectors.append(selector)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(asyncio, "SelectorEventLoop", fail)
+    with pytest.raises(TierOpenError, match="too many open files"):
+        TierDriver(CoroutineTier, TierKitConfig())
+    (selector,) = selectors
+    assert selector.get_map() is None
 
 
 def test_plain_functions_are_named() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import selectors
 import threading
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -38,7 +39,7 @@ class LoopThread:
     """Runs one event loop for as long as the tier is open."""
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = _new_loop()
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
@@ -103,6 +104,16 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
         finally:
             self.loop.close()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    # asyncio's own way leaves the selector's descriptor open when the next one is not to be had.
+    selector = selectors.DefaultSelector()
+    try:
+        return asyncio.SelectorEventLoop(selector)
+    except BaseException:
+        selector.close()
+        raise
 
 
 @final
