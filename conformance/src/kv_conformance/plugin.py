@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from kv_conformance.run._options import Options
     from kv_conformance.run._verdict import TierVerdict
 
+# pytest finds the hooks by their names.
+__all__ = ["rigs"]
+
 _SUBJECTS: Final = pytest.StashKey[dict[str, SubjectType]]()
 _BUDGETS: Final = pytest.StashKey[dict[str, Budget]]()
 _SUITE: Final = pytest.StashKey[dict[str, object]]()
