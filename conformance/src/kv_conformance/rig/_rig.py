@@ -148,6 +148,8 @@ class Rig:
         self._jobs: dict[JobId, _Job] = {}
         # Slots whose last job has been reported.
         self._reported: set[int] = set()
+        # Slots whose last job was a load.
+        self._loaded_into: set[int] = set()
         self._unfinished: frozenset[JobId] = frozenset()
         self._is_shut_down = False
         self._faulty = False
@@ -343,6 +345,10 @@ class Rig:
             submit_time=time.monotonic(),
         )
         self._jobs[job_id] = _Job(metadata, slots, is_load)
+        if is_load:
+            self._loaded_into.update(slots)
+        else:
+            self._loaded_into.difference_update(slots)
         _SUBMITTED.add(job_id)
         method = "submit_load" if is_load else "submit_store"
         try:
@@ -570,21 +576,22 @@ class Rig:
 
     def check_memory(self) -> None:
         """Put changes down that nobody was expected to make."""
+        # What a load spills looks like a store that writes, or like a write that comes late: that
+        # there is a load, and what the slot was used for, decides.
+        loading = any(job.is_load for job in self._jobs.values())
         for place, slot in self.region.unexpected_changes():
             if place != "slot":
-                self.findings.add(
-                    "ZC-4" if place == "padding" else "DATA-3",
-                    f"{place} bytes that belong to nobody were overwritten",
-                )
-            elif any(slot in job.slots for job in self._jobs.values()):
+                clause = "ZC-4" if place == "padding" else "DATA-3"
+                self.findings.add(clause, f"{place} bytes that belong to nobody were overwritten")
+            elif any(slot in job.slots for job in self._jobs.values()) and not loading:
                 self.findings.add("DATA-4", f"slot {slot} was written while it was being stored")
-            elif slot in self._reported:
+            elif slot in self._reported and (slot in self._loaded_into or not loading):
                 self.findings.add(
                     "DATA-5", f"slot {slot} was written although no job had it any more"
                 )
             else:
                 self.findings.add(
-                    "DATA-3", f"slot {slot} was written by a job that had no part in it"
+                    "DATA-3", f"slot {slot} was written by a load that had no part in it"
                 )
 
     # -- everything else ------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from kv_conformance.harness import SHORT_DEADLINES, Corruption, Fault
 from kv_conformance.rig import expect
 from kv_conformance.rig._process import few_descriptors
 from kv_conformance.run._case import case
+from kv_conformance.suite._sizes import opened_with_blocks
 from kv_core.contract import Capability, JobErrorKind, make_offload_key
 
 if TYPE_CHECKING:
@@ -67,10 +68,6 @@ def _until_given_up(rig: Rig, job_id: JobId) -> None:
     )
 
 
-def _fitting(rigs: Rigs, block_bytes: int) -> int:
-    return min(block_bytes, rigs.limits().max_block_bytes or block_bytes)
-
-
 # -- DATA-1 ----------------------------------------------------------------------------------------
 
 
@@ -111,7 +108,7 @@ def test_a_stored_block_was_read_before_the_report(rigs: Rigs) -> None:
     """Its slot is overwritten at the report, and the block is loaded later."""
     rig = rigs.open(num_blocks=64)
     rig.blame_bytes = "DATA-2"
-    keys = rigs.keys(16)
+    keys = rigs.keys(8)
     jobs = {rig.submit_store([key]): key for key in keys}
     rig.wait_all(jobs)
     rig.stored([key for job, key in jobs.items() if not rig.results[job].success])
@@ -147,8 +144,8 @@ def test_a_load_writes_its_own_slots_only(rigs: Rigs) -> None:
     keys = rigs.keys(8)
     rig.stored(keys)
     size = min(4, rig.job_keys)
-    # Every other slot is in use by a job that runs at the same time.
-    taken = rig.take_slots(2 * size)
+    # Of a row of slots every other one is in use by a store that runs at the same time.
+    taken = sorted(rig.take_slots(rig.region.num_blocks))[: 2 * size]
     mine, others = taken[::2], taken[1::2]
     jobs = [
         rig.submit_load(keys[:size], slots=mine[::-1]),
@@ -421,7 +418,7 @@ def test_many_writers_of_one_key_all_succeed(rigs: Rigs) -> None:
 @case("DATA-9")
 def test_readers_never_see_a_torn_block(rigs: Rigs) -> None:
     """A key is loaded while it is stored: the load fails, or has all of the block."""
-    rig = rigs.open(num_blocks=64, block_bytes=_fitting(rigs, 64 << 10))
+    rig = opened_with_blocks(rigs, 64 << 10, num_blocks=64)
     rig.blame_bytes = "DATA-9"
     for key in rigs.keys(6):
         _write_at_once(rig, key, readers=True)

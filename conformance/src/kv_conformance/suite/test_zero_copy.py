@@ -11,6 +11,7 @@ from kv_conformance.harness import SHORT_DEADLINES, Fault
 from kv_conformance.rig import Broken, expect
 from kv_conformance.rig._resident import SLACK_BYTES, MemoryWatch, memory_now, tracing
 from kv_conformance.run._case import case
+from kv_conformance.suite._sizes import opened_with_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,10 +28,6 @@ _ROUNDS: Final = 6
 
 # (block_bytes, row_stride): padded rows, and sizes that no alignment fits.
 _ODD_ROWS: Final = ((4096, 4608), (5000, 8192), (4097, 4097), (513, 640))
-
-
-def _fitting(rigs: Rigs, block_bytes: int) -> int:
-    return min(block_bytes, rigs.limits().max_block_bytes or block_bytes)
 
 
 def _submit_all(rig: Rig, keys: Sequence[OffloadKey], slots: Sequence[int], *, load: bool) -> None:
@@ -63,13 +60,12 @@ def _expect_within(rig: Rig, extra_bytes: int, what: str) -> None:
 @case("ZC-1")
 def test_opening_copies_nothing(rigs: Rigs) -> None:
     """A larger region does not make the tier itself larger."""
-    block_bytes = _fitting(rigs, _LARGE_BLOCK_BYTES)
 
     def opened(num_blocks: int) -> tuple[Rig, int]:
         gc.collect()
         before = memory_now()
-        rig = rigs.open(
-            num_blocks=num_blocks, block_bytes=block_bytes, retention_blocks=_LARGE_BLOCKS
+        rig = opened_with_blocks(
+            rigs, _LARGE_BLOCK_BYTES, num_blocks=num_blocks, retention_blocks=_LARGE_BLOCKS
         )
         after = memory_now()
         own_bytes = after.resident - before.resident - rig.region.mapped_bytes
@@ -86,10 +82,8 @@ def test_opening_copies_nothing(rigs: Rigs) -> None:
 @case("ZC-1")
 def test_stores_and_loads_copy_nothing(rigs: Rigs) -> None:
     """Stores and loads of 256 MiB at once stay within the memory that is declared."""
-    rig = rigs.open(
-        num_blocks=_LARGE_BLOCKS,
-        block_bytes=_fitting(rigs, _LARGE_BLOCK_BYTES),
-        retention_blocks=_LARGE_BLOCKS,
+    rig = opened_with_blocks(
+        rigs, _LARGE_BLOCK_BYTES, num_blocks=_LARGE_BLOCKS, retention_blocks=_LARGE_BLOCKS
     )
     keys = rigs.keys(_LARGE_BLOCKS)
     # Bytes are checked as well; who gets only blocks of this size wrong breaks another promise.
@@ -126,7 +120,7 @@ def _undisturbed() -> Iterator[None]:
 @case("ZC-2")
 def test_submit_sets_no_bytes_aside(rigs: Rigs) -> None:
     """When a store has been submitted, memory holds no copy of its blocks but the stored ones."""
-    rig = rigs.open(num_blocks=16, block_bytes=_fitting(rigs, _JOB_BLOCK_BYTES))
+    rig = opened_with_blocks(rigs, _JOB_BLOCK_BYTES, num_blocks=16)
     keys = rigs.keys(rig.limits.max_job_keys or 16)[:16]
     slots = rig.take_slots(len(keys))
     for slot, key in zip(slots, keys, strict=True):
@@ -207,7 +201,7 @@ def test_a_region_can_be_unmapped_after_failures(rigs: Rigs) -> None:
 def test_padded_rows_and_odd_sizes_are_honoured(rigs: Rigs) -> None:
     """Bytes are right, and padding and guards stay as they are, for rows of any shape."""
     for block_bytes, row_stride in _ODD_ROWS:
-        rig = rigs.open(block_bytes=_fitting(rigs, block_bytes), row_stride=row_stride)
+        rig = opened_with_blocks(rigs, block_bytes, row_stride=row_stride)
         rig.blame_bytes = "ZC-4"
         keys = rigs.keys(rig.job_keys)
         rig.stored(keys, clause="ZC-4")
