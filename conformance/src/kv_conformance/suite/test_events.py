@@ -134,6 +134,19 @@ def test_objects_that_are_retired_leave_by_an_event(rigs: Rigs) -> None:
     replay.expect_equal("after both were stored again")
 
 
+@case("EVT-1")
+def test_the_replay_equals_the_listing_when_an_outage_cuts_jobs_short(rigs: Rigs) -> None:
+    """Blocks that had reached the storage before their job failed are there, and told."""
+    rig = _open(rigs, faults=True)
+    replay = _Replay(rig)
+    count = min(4, rig.job_keys)
+    jobs = [rig.submit_store(rigs.keys(count)) for _ in range(4)]
+    rig.inject(Fault.ERROR)
+    rig.wait_all(jobs)
+    rig.heal()
+    replay.expect_equal("after an outage that began in the middle of stores")
+
+
 @case("EVT-2")
 def test_failures_emit_nothing(rigs: Rigs) -> None:
     """Neither stores and loads in an outage, nor loads of what is not there."""
