@@ -57,7 +57,7 @@ def _stall_a_backlog(
     Returns:
         The rig, and the keys of the stores.
     """
-    rig = rigs.open(num_blocks=_BACKLOG, block_bytes=512, deadlines=deadlines, faults=True)
+    rig = rigs.open(num_blocks=_BACKLOG + 16, block_bytes=512, deadlines=deadlines, faults=True)
     keys = rigs.keys(8)
     rig.stored(keys)
     rig.inject(Fault.STALL)
@@ -232,6 +232,4 @@ def test_the_tier_works_after_a_drain_that_could_not_finish(rigs: Rigs) -> None:
     rig, _ = _stall_a_backlog(rigs, SHORT_DEADLINES)
     rig.drain()
     rig.heal()
-    # What could not be withdrawn has the slots until now.
-    rig.wait_all(rig.jobs_in_flight)
     _expect_work(rig, rigs)
