@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from kv_conformance.clauses import UnknownClauseError, clause_of
+from kv_conformance.clauses import CLAUSES, UnknownClauseError, clause_of
 from kv_conformance.harness import HarnessError
 from kv_conformance.rig import Broken, Budget, OutOfTime, Rigs, SubjectType
 from kv_conformance.run._case import CASES
+from kv_conformance.run._complete import find_untested
 from kv_conformance.run._deviations import read_deviations
 from kv_conformance.run._explain import explain
 from kv_conformance.run._integrity import find_changes, foreign_plugins, snapshot
@@ -122,6 +123,12 @@ def _refuse_xdist(config: pytest.Config) -> None:
 def _supervised(config: pytest.Config, options: Options) -> int:
     load_suite()
     remove_report(options.report_dir)
+    untested = find_untested(CLAUSES, CASES.values())
+    if untested:
+        raise pytest.UsageError(
+            f"the suite has no test of {', '.join(untested)}, so it can judge nobody: its "
+            "installation is not complete. Install kv-conformance again"
+        )
     try:
         for clause_id in options.clauses:
             clause_of(clause_id)
