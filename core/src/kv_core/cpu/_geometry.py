@@ -39,6 +39,17 @@ class PrimaryGeometry:
     row_stride: int
     block_bytes: int
 
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "num_workers", "worker_page_bytes", "block_bytes"):
+            _require_positive(name, getattr(self, name))
+        used_bytes = self.num_workers * self.worker_page_bytes
+        if self.row_stride < max(used_bytes, self.block_bytes):
+            raise ConfigError(
+                f"rows of {self.row_stride} bytes are too short: the pages of {self.num_workers} "
+                f"workers take {used_bytes} bytes, and a block {self.block_bytes}",
+                setting="row_stride",
+            )
+
     @classmethod
     def from_config(cls, config: OffloadingConfig) -> PrimaryGeometry:
         """Compute the geometry that ``cpu_bytes_to_use`` affords.
@@ -74,8 +85,11 @@ class PrimaryGeometry:
             worker_page_bytes: Bytes that one worker contributes to one offloaded block.
 
         Raises:
-            ConfigError: The bytes are too few for one block.
+            ConfigError: There is no worker, a page is empty, or the bytes are too few for one
+                block.
         """
+        _require_positive("num_workers", num_workers)
+        _require_positive("worker_page_bytes", worker_page_bytes)
         row_stride = cls.stride_of(worker_page_bytes, num_workers)
         if budget_bytes < row_stride:
             raise ConfigError(
@@ -102,3 +116,8 @@ class PrimaryGeometry:
         """Return the bytes of a row that holds the pages of so many workers."""
         pages_bytes = worker_page_bytes * num_workers
         return -(-pages_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name!r} must be a positive integer, found {value!r}", setting=name)

@@ -3,12 +3,17 @@
 One thread at a time uses a region object; the bytes it maps are guarded by the ledger, which
 lets one party at a time write a row. The file behind it has a name only while processes still
 have to find it: whatever kills them afterwards, the memory goes with the last of them.
+
+The scheduler creates, and its workers attach::
+
+    region = SharedOffloadRegion(..., nonce=nonce, keep_name=True)
+    # start the workers, with the nonce; each calls SharedOffloadRegion.attach(...)
+    region.wait_until_attached(deadline_s=60)  # the name is gone when this returns
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import re
 import secrets
 from pathlib import Path
@@ -16,11 +21,18 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
+from kv_core.cpu._attendance import CREATOR, Attendance, attached, ready
+from kv_core.cpu._joining import Poll, join_region
+from kv_core.cpu._prefault import map_file, populate, worker_spans
+from kv_core.cpu._progress import Progress
 from kv_core.cpu._region_file import RegionFile
-from kv_core.cpu._trailer import NONCE_BYTES, TRAILER_BYTES, RegionTrailer
+from kv_core.cpu._trailer import NONCE_BYTES, RegionTrailer
 from kv_core.errors import RegionError
 
 if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Iterable
+
     import numpy.typing as npt
 
     from kv_core.cpu._geometry import PrimaryGeometry
@@ -29,13 +41,10 @@ __all__ = ["SharedOffloadRegion"]
 
 DEFAULT_SHM_DIR: Final = Path("/dev/shm")  # noqa: S108 - shared memory is the point
 
-# Not in the mmap module before Python 3.14, and known to Linux from 5.14 on.
-_MADV_POPULATE_WRITE: Final = 23
-
 
 @final
 class SharedOffloadRegion:
-    """Owns the mapping of one engine instance: ``num_blocks`` rows and a trailer page.
+    """Owns one process's mapping of a region: ``num_blocks`` rows and a trailer page.
 
     Row ``b`` holds the page of worker 0 of block ``b``, then of worker 1, and so on, then
     padding. Within a worker's page, layers lie in the order of :meth:`create_next_view`.
@@ -44,7 +53,10 @@ class SharedOffloadRegion:
         geometry: Shape of the rows.
         trailer: Identity and shape, as written to the last page.
         path: Name of the file while it has one.
+        worker: Rank that this process attached as; ``None`` in the process that created it.
     """
+
+    _mapping: mmap.mmap | None
 
     def __init__(
         self,
@@ -56,55 +68,182 @@ class SharedOffloadRegion:
         shm_dir: Path = DEFAULT_SHM_DIR,
         keep_name: bool = False,
     ) -> None:
-        """Create the region, with all of its pages zeroed and present.
+        """Create the region, zeroed, with all of its memory reserved.
 
         Args:
             engine_id: Unique name of the engine instance on this host.
             geometry: Shape of the rows.
             namespace_fingerprint: What the bytes are, 64 hex digits.
-            nonce: 16 bytes that the config carries to every process, drawn here by default.
+            nonce: 16 bytes that the config carries to every process, drawn anew for each start;
+                drawn here by default.
             shm_dir: Folder on a memory file system.
-            keep_name: Leave the name for other processes to attach by; the caller then calls
-                :meth:`unlink_name` once all have.
+            keep_name: Leave the name for other processes to :meth:`attach` by, until
+                :meth:`wait_until_attached` or :meth:`unlink_name`. Pages are made present by
+                the workers then, each its own; otherwise here and now.
 
         Raises:
             InsufficientSpaceError: The file system has too little space.
             RegionError: A running engine uses the id, or the memory cannot be mapped. Nothing
                 is left behind.
         """
-        self.geometry = geometry
-        self.path = shm_dir / region_name(engine_id)
-        self.trailer = RegionTrailer(
-            num_workers=geometry.num_workers,
-            num_blocks=geometry.num_blocks,
-            worker_page_bytes=geometry.worker_page_bytes,
-            row_stride=geometry.row_stride,
-            namespace_fingerprint=namespace_fingerprint,
-            nonce=secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce,
-        )
-        self._rows_bytes = geometry.num_blocks * geometry.row_stride
-        self._used_bytes = [0] * geometry.num_workers
-        packed_trailer = self.trailer.pack()
-        self._file = RegionFile.create(self.path)
+        nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
+        trailer = RegionTrailer.of(geometry, namespace_fingerprint, nonce)
+        file = RegionFile.create(shm_dir / region_name(engine_id))
+        self._adopt(file, geometry, trailer, worker=None)
         try:
-            if not keep_name:
+            if keep_name:
+                # Before it is complete, and so before anybody looks for the creator.
+                Attendance(file.descriptor).take(CREATOR)
+            else:
                 # Before it has any memory: whoever is killed meanwhile leaves an empty file.
-                self.unlink_name()
-            size_bytes = self._rows_bytes + TRAILER_BYTES
-            self._file.allocate(size_bytes)
-            self._mapping: mmap.mmap | None = _map(self._file.descriptor, size_bytes)
-            self._mapping[self._rows_bytes : self._rows_bytes + len(packed_trailer)] = (
-                packed_trailer
-            )
+                file.unlink()
+            file.allocate(geometry.region_bytes)
+            self._mapping = map_file(file.descriptor, geometry.region_bytes)
+            if not keep_name:
+                self._populate([(0, geometry.region_bytes)])
+            # Last: whoever reads it may use the rows.
+            packed = trailer.pack()
+            self._mapping[self._rows_bytes : self._rows_bytes + len(packed)] = packed
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
+    @classmethod
+    def attach(
+        cls,
+        engine_id: str,
+        geometry: PrimaryGeometry,
+        *,
+        namespace_fingerprint: str,
+        nonce: bytes,
+        worker: int,
+        shm_dir: Path = DEFAULT_SHM_DIR,
+        deadline_s: float = 60.0,
+    ) -> SharedOffloadRegion:
+        """Map the region that the scheduler of this engine created, as one of its workers.
+
+        Blocks until the region is complete and this worker's pages are present. Scheduler and
+        workers may start in any order. The place of a worker that died can be taken anew as
+        long as others are missing; once all have attached the name is gone, and nobody can.
+
+        Args:
+            engine_id: As the scheduler's.
+            geometry: As the scheduler's.
+            namespace_fingerprint: As the scheduler's.
+            nonce: As the scheduler's: the 16 bytes of this start.
+            worker: Rank of this process among the workers.
+            shm_dir: As the scheduler's.
+            deadline_s: Seconds to wait for the region; 0 looks once. Reserving the memory of a
+                large region takes a while: about a second for each 2 GiB.
+
+        Raises:
+            RegionError: The region did not appear in time, or is no longer to be found; it has
+                another size, namespace or nonce; the rank does not exist or is attached
+                already; or the memory cannot be mapped. Nothing was created or removed.
+        """
+        _require_worker(geometry, worker)
+        trailer = RegionTrailer.of(geometry, namespace_fingerprint, nonce)
+        file = join_region(shm_dir / region_name(engine_id), trailer, worker, Poll(deadline_s))
+        region = cls.__new__(cls)
+        region._adopt(file, geometry, trailer, worker=worker)
+        try:
+            region._mapping = map_file(file.descriptor, geometry.region_bytes)
+            region._populate(worker_spans(geometry, worker))
+            Attendance(file.descriptor).take(ready(worker))
+        except BaseException:
+            region.close()
+            raise
+        return region
+
+    def _adopt(
+        self,
+        file: RegionFile,
+        geometry: PrimaryGeometry,
+        trailer: RegionTrailer,
+        worker: int | None,
+    ) -> None:
+        self.geometry = geometry
+        self.trailer = trailer
+        self.path = file.path
+        self.worker = worker
+        self._file = file
+        self._rows_bytes = geometry.num_blocks * geometry.row_stride
+        self._used_bytes = [0] * geometry.num_workers
+        self._is_complete = False
+        self._mapping = None
+
+    def _populate(self, spans: Iterable[tuple[int, int]]) -> None:
+        whose = "the scheduler" if self.worker is None else f"worker {self.worker}"
+        total_bytes = self.geometry.region_bytes
+        if self.worker is not None:
+            total_bytes = self.geometry.num_blocks * self.geometry.worker_page_bytes
+        populate(
+            self._open_mapping(),
+            spans,
+            Progress(f"pages of the primary tier present for {whose}", total_bytes),
+        )
+
+    def wait_until_attached(self, deadline_s: float = 60.0) -> None:
+        """Wait for all workers, then remove the name. Returns at once when called again.
+
+        The name goes as soon as the last worker needs it no longer; after that this waits for
+        the workers' pages to be present, and makes those of this process present.
+
+        Args:
+            deadline_s: Seconds to wait in all; 0 looks once.
+
+        Raises:
+            RegionError: Workers are missing at the deadline, or one ended after the name was
+                removed; their ranks are named. The region stays as it is until :meth:`close`.
+                Also for a region that other processes cannot attach to.
+        """
+        self._open_mapping()
+        if self._is_complete:
+            return
+        if self.worker is not None:
+            raise RegionError(
+                f"worker {self.worker} cannot wait for the others: the process that created the "
+                "region does, and removes its name"
+            )
+        poll = Poll(deadline_s)
+        self._wait_for(attached, poll, "attached to")
+        self.unlink_name()
+        self._wait_for(ready, poll, "made their pages present in", cannot_return=True)
+        self._populate([(0, self.geometry.region_bytes)])
+        self._is_complete = True
+
+    def _wait_for(
+        self,
+        place: Callable[[int], int],
+        poll: Poll,
+        deed: str,
+        *,
+        cannot_return: bool = False,
+    ) -> None:
+        attendance = Attendance(self._file.descriptor)
+        ranks = range(self.geometry.num_workers)
+        while missing := [w for w in ranks if not attendance.is_taken(place(w))]:
+            if cannot_return:
+                gone = [w for w in missing if not attendance.is_taken(attached(w))]
+                if gone:
+                    raise RegionError(
+                        f"of {len(ranks)} workers, {_listed(gone)} ended right after attaching to "
+                        f"the region {self.path.name}, and cannot attach again. Look at their "
+                        "logs, and restart all processes of the engine together."
+                    )
+            if not poll.pause():
+                raise RegionError(
+                    f"of {len(ranks)} workers, {_listed(missing)} have not {deed} the region "
+                    f"{self.path.name} in time. Look at their logs; they need the nonce of this "
+                    "start and the same 'shm_dir'."
+                )
+
     def unlink_name(self) -> bool:
-        """Remove the name, once every process that needs it has attached.
+        """Remove the name, once no process needs it any more.
 
         Returns:
-            Whether the name was there and was this region's: a successor's is left alone.
+            Whether the name was there and this region's: a successor's is left alone, and a
+            worker removes none.
         """
         return self._file.unlink()
 
@@ -120,11 +259,16 @@ class SharedOffloadRegion:
             of the mapping: drop it before :meth:`close`.
 
         Raises:
-            RegionError: There is no such worker, its page is full, or the region is closed.
+            RegionError: There is no such worker, or it is another process; its page is full; or
+                the region is closed.
         """
         geometry = self.geometry
-        if not 0 <= worker < geometry.num_workers:
-            raise RegionError(f"worker {worker} is not in 0..{geometry.num_workers - 1}")
+        _require_worker(geometry, worker)
+        if self.worker not in (None, worker):
+            raise RegionError(
+                f"this process attached as worker {self.worker}; the page of worker {worker} "
+                "belongs to another process"
+            )
         used_bytes = self._used_bytes[worker]
         if page_bytes < 1 or used_bytes + page_bytes > geometry.worker_page_bytes:
             raise RegionError(
@@ -156,7 +300,7 @@ class SharedOffloadRegion:
         return view
 
     def close(self) -> None:
-        """Unmap the memory and remove the name if it is still there. Idempotent.
+        """Unmap the memory and, in its creator, remove the name if it is there. Idempotent.
 
         Raises:
             RegionError: Views of the memory are still alive. Nothing was unmapped; drop them
@@ -186,15 +330,13 @@ def region_name(engine_id: str) -> str:
     return f"kv_core_{readable}_{digest}"
 
 
-def _map(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """Map a file and fault its pages in, so that no copy pays for that later."""
-    try:
-        mapping = mmap.mmap(descriptor, size_bytes)
-    except (OSError, OverflowError, ValueError) as error:
-        raise RegionError(f"{size_bytes} bytes cannot be mapped: {error}") from error
-    try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    except OSError:
-        # Older kernels. Reading is enough to map the pages, and races with nobody's write.
-        np.frombuffer(mapping, dtype=np.uint8)[:: mmap.PAGESIZE].sum()
-    return mapping
+def _require_worker(geometry: PrimaryGeometry, worker: int) -> None:
+    if not 0 <= worker < geometry.num_workers:
+        raise RegionError(
+            f"there is no worker {worker}: the region has {geometry.num_workers}, and their ranks "
+            f"are in 0..{geometry.num_workers - 1}"
+        )
+
+
+def _listed(workers: list[int]) -> str:
+    return ", ".join(map(str, workers))

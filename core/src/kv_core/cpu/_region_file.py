@@ -12,6 +12,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Final, final
 
+from kv_core.cpu._progress import CHUNK_BYTES, Progress
 from kv_core.errors import InsufficientSpaceError, RegionError
 
 if TYPE_CHECKING:
@@ -27,16 +28,18 @@ _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM})
 
 @final
 class RegionFile:
-    """An open, locked file that this process created.
+    """The open file of a region.
 
     Attributes:
         path: Name it was created under.
-        descriptor: Open for reading and writing; the lock lasts as long as it is open.
+        descriptor: Open for reading and writing; locks last as long as it is open.
+        is_owner: Whether this process created and locked it, and may remove its name.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int, *, is_owner: bool) -> None:
         self.path = path
         self.descriptor = descriptor
+        self.is_owner = is_owner
 
     @classmethod
     def create(cls, path: Path) -> RegionFile:
@@ -61,7 +64,7 @@ class RegionFile:
             # Between creation and lock the file looks like a leftover to anybody else.
             if _try_lock(descriptor) and _is_named(path, descriptor):
                 os.fchmod(descriptor, _MODE)
-                return cls(path, descriptor)
+                return cls(path, descriptor, is_owner=True)
             os.close(descriptor)
         raise RegionError(
             f"the region cannot be created at {path}: other processes keep creating and removing "
@@ -69,12 +72,13 @@ class RegionFile:
         )
 
     def allocate(self, size_bytes: int) -> None:
-        """Give the file its size, with all of its pages.
+        """Give the file its size, and reserve all of its pages.
 
-        Reserving now turns a late SIGBUS into an early error.
+        Reserving now turns a late SIGBUS into an early error. The size comes at once and the
+        pages piece by piece: a signal in the middle undoes one piece, not hundreds of gigabytes.
 
         Raises:
-            InsufficientSpaceError: There is too little space. Nothing was written.
+            InsufficientSpaceError: There is too little space.
             RegionError: The file system refuses for another reason.
         """
         status = os.fstatvfs(self.descriptor)
@@ -82,8 +86,13 @@ class RegionFile:
         # A file system without a limit has no blocks to count.
         if status.f_blocks and available_bytes < size_bytes:
             raise self._too_little(size_bytes, available_bytes)
+        progress = Progress("memory reserved for the primary tier", size_bytes)
         try:
-            os.posix_fallocate(self.descriptor, 0, size_bytes)
+            os.ftruncate(self.descriptor, size_bytes)
+            for offset in range(0, size_bytes, CHUNK_BYTES):
+                chunk_bytes = min(CHUNK_BYTES, size_bytes - offset)
+                os.posix_fallocate(self.descriptor, offset, chunk_bytes)
+                progress.add(chunk_bytes)
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise RegionError(
@@ -103,18 +112,21 @@ class RegionFile:
         )
 
     def unlink(self) -> bool:
-        """Remove the name, if it still is this file's.
+        """Remove the name, if it still is this file's and this process owns it.
+
+        Nobody can put another file in its place between the check and the removal: whoever
+        removes a name holds the lock of the file that it names.
 
         Returns:
             Whether it was.
         """
-        if self.descriptor < 0 or not _is_named(self.path, self.descriptor):
+        if self.descriptor < 0 or not self.is_owner or not _is_named(self.path, self.descriptor):
             return False
         self.path.unlink(missing_ok=True)
         return True
 
     def close(self) -> None:
-        """Remove the name and give up the lock. Idempotent."""
+        """Remove the name, if this process owns it, and give up all locks. Idempotent."""
         if self.descriptor >= 0:
             self.unlink()
             os.close(self.descriptor)
