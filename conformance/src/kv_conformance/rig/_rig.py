@@ -495,9 +495,11 @@ class Rig:
 
     def poll(self) -> list[JobResult]:
         """Collect results; check each, and poison its slots."""
-        found = [result for result in self.call("get_finished_jobs") if self._accept(result)]
+        results = list(self.call("get_finished_jobs"))
+        # First of all: what was done to a slot is the work of the jobs that end now, and accepting
+        # their results overwrites it.
         self.check_memory()
-        return found
+        return [result for result in results if self._accept(result)]
 
     def _accept(self, result: object) -> bool:
         """Check a result; return whether it is the first of a job of this rig."""
