@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from typing_extensions import override
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
         ReqContext,
         TierContext,
     )
+
+_KEPT_BLOCKS: Final = 40
 
 
 class _OneByOne(FolderTier):
@@ -202,14 +204,14 @@ class _SmallMemory(DictTier):
     @override
     def _store_block(self, key: OffloadKey, block_id: int) -> JobError | None:
         error = super()._store_block(key, block_id)
-        while len(self.store.objects) > 24:
+        while len(self.store.objects) > _KEPT_BLOCKS:
             del self.store.objects[next(iter(self.store.objects))]
         return error
 
 
 @mutant(
     "LOOK-3",
-    breaks="Drops all but the last 24 blocks, whatever retention it declares.",
+    breaks="Drops all but the last 40 blocks, whatever retention it declares.",
     source="LMCache#4725: a declared capacity that nothing follows",
 )
 def small_memory(workdir: Path) -> Harness:
@@ -250,6 +252,7 @@ class _StoredTwiceIsGone(DictTier):
     "LOOK-3",
     breaks="Removes an object that is stored again and does not write it anew.",
     source="LMCache#2517: a second writer of a key leaves its state inconsistent",
+    also=frozenset({"DATA-8", "DATA-9", "DATA-11", "LIFE-5"}),
 )
 def stored_twice_is_gone(workdir: Path) -> Harness:
     """Make the harness."""

@@ -112,7 +112,7 @@ def tidy_names(workdir: Path) -> Harness:
     "NS-2",
     breaks="Names its folder with Python's hash(), which every process salts anew.",
     source="LMCache#1139, vllm#42625: no process finds what another one has stored",
-    also=frozenset({"PERS-2", "PERS-3", "SHARE-1", "SHARE-2"}),
+    also=frozenset({"PERS-3", "SHARE-1", "SHARE-2"}),
 )
 def salted_names(workdir: Path) -> Harness:
     """Make the harness."""
