@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -33,8 +34,9 @@ class _PreparesAtSubmit(FolderTier):
     def submit_store(self, job: JobMetadata) -> None:
         self.check_process()
         if self._store is not None and not self._closed:
-            path = self._store.folder / "prepared"
-            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+            # Without a descriptor to spare it makes the file later.
+            with suppress(OSError), open(self._store.folder / "prepared", "wb"):
+                pass
         super().submit_store(job)
 
 
