@@ -23,7 +23,13 @@ HOSTILE := --gpu-blocks 4096 --cpu-bytes 16MiB --tier hostile:max_blocks=200000,
 --set promotion_deadline_s=0.3 --set store_deadline_s=1 --set request_lookup_deadline_s=1 \
 --set degraded_backoff_s=0.05 --set degraded_backoff_max_s=0.5 --set quarantine_grace_s=0.2
 
-.PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile clean
+# All tiers of this repository, in each of their modes.
+EXAMPLE := kv_tier_example._harness
+CONFORMANCE_MODES := $(EXAMPLE):async_mode $(EXAMPLE):at_once
+LOADED_RUNS ?= 50
+
+.PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile \
+    conformance conformance-loaded conformance-pytests kill-map clean
 
 help:
 	@echo "venv          .venv with all packages, editable"
@@ -35,6 +41,10 @@ help:
 	@echo "wheels        build every wheel and check it alone in a clean environment"
 	@echo "bench-smoke   run every benchmark once, small"
 	@echo "hostile       all recorded traces (KV_CORE_TRACES), whole, over a tier that fails on purpose"
+	@echo "conformance   the conformance suite on every tier of this repository, in each mode"
+	@echo "conformance-loaded   again and again (LOADED_RUNS=50) on a busy machine: no false alarm"
+	@echo "conformance-pytests  from wheels, with the oldest and newest pytest and other plugins"
+	@echo "kill-map      the conformance suite on every mutant and every legal extreme"
 	@echo "clean         remove all that was made"
 
 # A Python without ensurepip (Debian's without python3-venv) gets its pip from outside.
@@ -93,6 +103,25 @@ hostile: venv
 	@set -e; for trace in mooncake/conversation_trace.jsonl ragpulse claude-code; do \
 	    echo "-- $$trace"; \
 	    $(BIN)/kv-core replay "$(KV_CORE_TRACES)/$$trace" $(HOSTILE) 2>$(VENV)/hostile.log; done
+
+# In a folder of their own: reports are written where the suite is run.
+conformance: test-tools
+	@mkdir -p build/conformance
+	cd build/conformance && $(abspath $(BIN))/python -m pytest --conformance -q
+	@set -e; for mode in $(CONFORMANCE_MODES); do \
+	    folder="build/conformance/$${mode#*:}"; mkdir -p "$$folder"; \
+	    (cd "$$folder" && $(abspath $(BIN))/python -m pytest --conformance -q \
+	        --conformance-harness "$$mode"); done
+
+conformance-loaded: test-tools
+	.ci/conformance-loaded $(BIN)/python $(LOADED_RUNS)
+
+conformance-pytests: wheels
+	.ci/conformance-pytests $(BIN)/python
+
+kill-map: test-tools
+	@mkdir -p build
+	$(BIN)/python -m kv_conformance.killmap --json build/kill-map.json $(KILL_MAP_ARGS)
 
 clean:
 	rm -rf .venv .venv-3.* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
