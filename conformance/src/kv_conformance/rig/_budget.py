@@ -60,9 +60,18 @@ class Budget:
         self._in_vain = 0
 
     @property
+    def is_patient(self) -> bool:
+        """Whether waits still get their full time."""
+        return self._in_vain < self._patience
+
+    def give_up(self) -> None:
+        """Note a wait in vain."""
+        self._in_vain += 1
+
+    @property
     def grace_s(self) -> float:
         """Seconds that a wait gets on top of the limit."""
-        grace_s = self._grace_s if self._in_vain < self._patience else self._grace_s / 10
+        grace_s = self._grace_s if self.is_patient else self._grace_s / 10
         return grace_s * self.scale
 
     def until(
@@ -89,7 +98,7 @@ class Budget:
         Raises:
             OutOfTime: It did not in time.
         """
-        patient = self._in_vain < self._patience
+        patient = self.is_patient
         if grace_s is None or not patient:
             grace_s = self.grace_s
         else:
@@ -101,7 +110,7 @@ class Budget:
         while not condition():
             waited_s = time.monotonic() - start
             if waited_s > allowed_s:
-                self._in_vain += 1
+                self.give_up()
                 raise OutOfTime(
                     f"{what} within {limit_s:g} s (nor within {grace_s:g} s of grace)", clause
                 )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["use_in_fork"]
 
 _DONE: Final = "done"
+_REFUSED: Final = "refused"
 _POLL_S: Final = 0.002
 _GRACE_S: Final = 5.0
 
@@ -34,7 +35,7 @@ _GRACE_S: Final = 5.0
 _JOB_ID: Final = JobId(1 << 40)
 
 
-def use_in_fork(rig: Rig, stored: OffloadKey, new: OffloadKey, *, idle: bool) -> None:
+def use_in_fork(rig: Rig, stored: OffloadKey, new: OffloadKey, *, idle: bool) -> bool:
     """Call the methods of a tier in a fork; each must raise or answer.
 
     Args:
@@ -42,6 +43,9 @@ def use_in_fork(rig: Rig, stored: OffloadKey, new: OffloadKey, *, idle: bool) ->
         stored: A key that is there.
         new: A key that is not.
         idle: Whether the storage answers: then what does not raise must also work.
+
+    Returns:
+        Whether the tier refused to do something there.
 
     Raises:
         Broken: The child hung, crashed or was refused without a word (LIFE-6).
@@ -66,9 +70,10 @@ def use_in_fork(rig: Rig, stored: OffloadKey, new: OffloadKey, *, idle: bool) ->
     if log and log[-1] == _DONE:
         silent = [line for line in log if line.endswith("!")]
         if silent:
-            raise Broken(f"in a fork, {silent[0]} without a message", "LIFE-6")
-        return
-    method = log[-1] if log else "the first call"
+            raise Broken(f"in a fork, {silent[0][:-1]} without a message", "LIFE-6")
+        return _REFUSED in log
+    calls = [line for line in log if line != _REFUSED]
+    method = calls[-1] if calls else "the first call"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number == signal.SIGALRM:
@@ -119,6 +124,7 @@ def _child(
             try:
                 call()
             except Exception as error:  # noqa: BLE001 - any clear error will do
+                os.write(writing, f"{_REFUSED}\n".encode())
                 if not str(error).strip():
                     os.write(writing, f"{name} raised {type(error).__name__}!\n".encode())
         os.write(writing, f"{_DONE}\n".encode())

@@ -152,6 +152,7 @@ class Rig:
         self._loaded_into: set[int] = set()
         self._unfinished: frozenset[JobId] = frozenset()
         self._is_shut_down = False
+        self._lets_go = False
         self._faulty = False
         self._pid = os.getpid()
         self.request = self.new_request()
@@ -510,11 +511,10 @@ class Rig:
             return False
         job = self._jobs.pop(result.job_id, None)
         if job is None and result.job_id in _SUBMITTED:
-            self.findings.add(
+            self.findings.fail(
                 "LIFE-5",
                 f"job {result.job_id} was reported by an instance that it was not given to",
             )
-            return False
         if job is None:
             self.findings.add("JOB-1", f"job {result.job_id} was reported but never submitted")
             return False
@@ -610,9 +610,8 @@ class Rig:
     def shutdown(self) -> Collection[JobId]:
         """Call ``shutdown``."""
         self._is_shut_down = True
-        # Until it returns: what did not come back may use the memory for ever.
-        self._unfinished = self.jobs_in_flight
         self._unfinished = frozenset(self.call("shutdown"))
+        self._lets_go = True
         return self._unfinished
 
     @property
@@ -666,7 +665,9 @@ class Rig:
             except Broken:
                 return
         self.check_memory()
-        if not self._unfinished and (problem := self.region.unmap()) is not None:
+        # What did not come back from its shutdown may use the memory for ever.
+        lets_go = self._lets_go and not self._unfinished
+        if lets_go and (problem := self.region.unmap()) is not None:
             self.findings.add(
                 "ZC-3", f"the tier holds on to the memory after its shutdown: {problem}"
             )

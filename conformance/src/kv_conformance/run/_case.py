@@ -41,6 +41,9 @@ TestFunction: TypeAlias = "Callable[..., None]"
 _HARD_LIMIT_S: Final = 15.0
 _LEAST_HARD_LIMIT_S: Final = 2.0
 
+# By how much the limit of a test shrinks when waits have been in vain so often already.
+_IMPATIENCE: Final = 6.0
+
 # Frames in these folders are the suite's, all others the tier's.
 _SUITE: Final = tuple(str(Path(__file__).parents[1] / name) for name in ("rig", "run", "suite"))
 
@@ -149,7 +152,9 @@ def _run(found: Case, function: TestFunction, rigs: Rigs, fixtures: dict[str, An
 
 
 def _alarm_s(found: Case, rigs: Rigs) -> float:
-    return found.limit_s * rigs.budget.scale
+    limit_s = found.limit_s * rigs.budget.scale
+    # A tier that hangs in many tests has been judged by the first of them.
+    return limit_s if rigs.budget.is_patient else limit_s / _IMPATIENCE
 
 
 def _hard_limit_s(rigs: Rigs) -> float:
@@ -167,6 +172,7 @@ def _limited(found: Case, rigs: Rigs, journal: Journal | None) -> Iterator[None]
     limit_s = _alarm_s(found, rigs)
 
     def ring(_signal: int, frame: FrameType | None) -> None:
+        rigs.budget.give_up()
         faulthandler.dump_traceback(all_threads=True)
         raise OutOfTime(f"the test did not end within {limit_s:g} s{_standing(frame)}")
 

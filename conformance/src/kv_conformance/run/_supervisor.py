@@ -40,7 +40,7 @@ WORKDIR_VARIABLE: Final = "KV_CONFORMANCE_WORKDIR"
 # A tier that crashes in every test has been judged long before the last one.
 _MOST_CHILDREN: Final = 12
 # One that hangs costs minutes each time.
-_MOST_HANGS: Final = 3
+_MOST_HANGS: Final = 2
 
 # Outside of a test: to import, to start a server. In a test the alarm and the watchdog of the child
 # come first; the test's own limit is in its event.
