@@ -93,7 +93,7 @@ class _ListsEachStep(FolderTier):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         super().on_schedule_end(context)
         if self._store is not None and not self._closed:
-            with os.scandir(self._store.folder / "blocks") as entries:
+            with suppress(OSError), os.scandir(self._store.folder / "blocks") as entries:
                 self._count = sum(1 for _ in entries)
 
 

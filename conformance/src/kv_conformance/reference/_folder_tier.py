@@ -120,8 +120,9 @@ class FolderTier(ThreadedTier):
             others = [entry for entry in self._by_use() if entry != key]
             self._evict(others, len(others) + 1 - self.config.capacity_blocks)
             self.store.put(key, data)
-            self._count = len(self.store.list_objects())
+            # First of all: whatever fails from here on, the block is there.
             self.note_stored(key)
+            self._count = len(self.store.list_objects())
         return None
 
     def is_valid(self, key: OffloadKey, data: memoryview) -> bool:
