@@ -72,14 +72,16 @@ class DictHarness(BaseHarness):
     def corrupt(self, subject: Subject, key: OffloadKey, how: Corruption) -> None:
         """Change the object."""
         objects = self._store(subject).objects
-        data = objects[key]
-        middle = len(data) // 2
-        objects[key] = {
-            Corruption.TRUNCATED: data[:-100],
-            Corruption.EMPTY: b"",
-            Corruption.OVERLONG: data + b"more",
-            Corruption.FLIPPED: (data[:middle] + bytes([data[middle] ^ 0x10]) + data[middle + 1 :]),
-        }[how]
+        data = bytearray(objects[key])
+        if how is Corruption.TRUNCATED:
+            del data[-100:]
+        elif how is Corruption.EMPTY:
+            data.clear()
+        elif how is Corruption.OVERLONG:
+            data += b"more"
+        else:
+            data[len(data) // 2] ^= 0x10
+        objects[key] = bytes(data)
 
     def list_keys(self, subject: Subject) -> Collection[OffloadKey]:
         """Return the keys of the dictionary."""

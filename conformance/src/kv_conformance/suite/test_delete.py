@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kv_conformance.harness import Deadlines
 from kv_conformance.rig import expect
 from kv_conformance.run._case import case
 from kv_core.contract import Capability, TierUsage
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 # A count may follow a little after a report, as may the removal of a deleted object.
 _SOON_S: Final = 1.0
+# A deadline that is long for stores, and not too long to wait for a removal in vain.
+_FREED_S: Final = 5.0
 
 
 @case("DEL-1")
@@ -34,7 +37,7 @@ def test_deleted_keys_are_absent_at_once(rigs: Rigs) -> None:
 @case("DEL-1")
 def test_the_space_of_deleted_keys_is_freed(rigs: Rigs) -> None:
     """Their objects go, and stay gone for whoever opens the storage next."""
-    rig = rigs.open()
+    rig = rigs.open(deadlines=Deadlines(job_s=_FREED_S))
     kept, deleted = rigs.keys(2), rigs.keys(4)
     rig.stored([*kept, *deleted])
     rig.call("delete", deleted)

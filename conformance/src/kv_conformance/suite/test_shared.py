@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kv_conformance.harness import Deadlines
 from kv_conformance.rig import expect
 from kv_conformance.run._case import case
 from kv_core.contract import JobErrorKind
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
 _PROCESSES: Final = 4
 _WRITERS_EACH: Final = 4
 _BLOCKS: Final = 6
+# What is not found is waited for: not for longer than it takes to be sure.
+_DEADLINES: Final = Deadlines(lookup_s=1.0)
 
 
 @case("SHARE-1")
 def test_an_instance_sees_what_another_one_stores(rigs: Rigs) -> None:
     """Within the declared delay, also where it has answered absent before."""
-    ours = rigs.open()
-    theirs = rigs.open(storage=ours.opening.storage)
+    ours = rigs.open(deadlines=_DEADLINES)
+    theirs = rigs.open(storage=ours.opening.storage, deadlines=_DEADLINES)
     keys = rigs.keys(4)
     request = ours.new_request()
     expect(not any(ours.resolve(keys, request)), "a key was found that nobody had stored")
@@ -38,7 +41,7 @@ def test_an_instance_sees_what_another_one_stores(rigs: Rigs) -> None:
 @case("SHARE-1", limit_s=120)
 def test_an_instance_sees_what_another_process_stores(rigs: Rigs) -> None:
     """In both directions."""
-    ours = rigs.open()
+    ours = rigs.open(deadlines=_DEADLINES)
     peer = rigs.peer(storage=ours.opening.storage)
     theirs, own = rigs.keys(4), rigs.keys(4)
     ours.resolve(theirs)
