@@ -46,7 +46,7 @@ class _DrainsNothing(FolderTier):
     "DRAIN-1",
     breaks="A drain does nothing.",
     source="vllm#48102: a reset with jobs in flight",
-    also=frozenset({"DRAIN-4", "JOB-3"}),
+    also=frozenset({"DRAIN-4"}),
 )
 def drains_nothing(workdir: Path) -> Harness:
     """Make the harness."""
@@ -129,7 +129,7 @@ class _ReportsWhatIsStuck(FolderTier):
     "DRAIN-1",
     breaks="A drain reports jobs as failed whose I/O is still under way.",
     source="vllm#48102, sglang#28468: memory that is given away under a running transfer",
-    also=frozenset({"DATA-5", "DRAIN-4"}),
+    also=frozenset({"DATA-5"}),
 )
 def drains_by_giving_up(workdir: Path) -> Harness:
     """Make the harness."""
