@@ -45,6 +45,7 @@ help:
 	@echo "conformance-loaded   again and again (LOADED_RUNS=50) on a busy machine: no false alarm"
 	@echo "conformance-pytests  from wheels, with the oldest and newest pytest and other plugins"
 	@echo "kill-map      the conformance suite on every mutant and every legal extreme"
+	@echo "region-kills  240 random kills of processes that share a region, and what they leave"
 	@echo "clean         remove all that was made"
 
 # A Python without ensurepip (Debian's without python3-venv) gets its pip from outside.
@@ -122,6 +123,10 @@ conformance-pytests: wheels
 kill-map: test-tools
 	@mkdir -p build
 	$(BIN)/python -m kv_conformance.killmap --json build/kill-map.json $(KILL_MAP_ARGS)
+
+# The tests do a tenth of this.
+region-kills: venv
+	$(BIN)/python tests/integration/region_kills.py --rounds 240 --seed 1
 
 clean:
 	rm -rf .venv .venv-3.* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output

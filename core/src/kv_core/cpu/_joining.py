@@ -136,7 +136,7 @@ def _examine(path: Path, descriptor: int, expected: RegionTrailer, worker: int) 
     if not attendance.take(attached(worker)):
         raise RegionError(
             f"another process is attached to the region {path.name} as worker {worker}. Give each "
-            f" of the {expected.num_workers} workers its own rank."
+            f"of the {expected.num_workers} workers its own rank."
         )
     # The creator may have given up in the meantime, and its successor makes another region.
     return None if attendance.is_taken(CREATOR) else _LEFTOVER

@@ -231,6 +231,12 @@ class SharedOffloadRegion:
                         f"the region {self.path.name}, and cannot attach again. Look at their "
                         "logs, and restart all processes of the engine together."
                     )
+            elif not self._file.has_name():
+                raise RegionError(
+                    f"the region {self.path.name} has no name to attach by, and of {len(ranks)} "
+                    f"workers {_listed(missing)} have not attached. Create it with 'keep_name', "
+                    "and leave its file alone."
+                )
             if not poll.pause():
                 raise RegionError(
                     f"of {len(ranks)} workers, {_listed(missing)} have not {deed} the region "

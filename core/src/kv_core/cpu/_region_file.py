@@ -111,6 +111,10 @@ class RegionFile:
             available_bytes=available_bytes,
         )
 
+    def has_name(self) -> bool:
+        """Tell whether the name is still this file's."""
+        return self.descriptor >= 0 and _is_named(self.path, self.descriptor)
+
     def unlink(self) -> bool:
         """Remove the name, if it still is this file's and this process owns it.
 
@@ -120,7 +124,7 @@ class RegionFile:
         Returns:
             Whether it was.
         """
-        if self.descriptor < 0 or not self.is_owner or not _is_named(self.path, self.descriptor):
+        if not self.is_owner or not self.has_name():
             return False
         self.path.unlink(missing_ok=True)
         return True
