@@ -202,7 +202,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     except HarnessError as error:
         journal.write("problem", message=str(error))
         journal.write("finished")
-        pytest.exit(str(error), returncode=3)
+        pytest.exit("the suite cannot start, as said below", returncode=3)
     for subject in found:
         budgets[subject.name] = Budget(scale=options.time_scale)
         journal.write(

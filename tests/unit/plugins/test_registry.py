@@ -65,6 +65,14 @@ def test_unknown_type_suggests_a_close_one(site: FakeSite) -> None:
         site.registry().spec("fspec")
 
 
+def test_the_name_of_a_package_suggests_its_type(site: FakeSite) -> None:
+    """What was installed is not what the tier is called."""
+    site.add("disk", distribution="kv-tier-acme")
+    with pytest.raises(UnknownTierError, match="Did you mean 'disk'") as caught:
+        site.registry().spec("kv-tier-acme")
+    assert "pip install kv-tier-acme" in str(caught.value)
+
+
 def test_nothing_installed_is_said_so() -> None:
     """Without any plugin the message says so."""
     with pytest.raises(UnknownTierError, match="installed: none"):

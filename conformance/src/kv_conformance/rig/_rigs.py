@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, final
 
 from kv_conformance.harness import Deadlines, HarnessError, Opening
@@ -50,6 +50,17 @@ class SubjectType:
     harness: Harness
     reference: str
     workdir: Path
+
+
+def _special(opening: Opening) -> str:
+    """Return what is not as usual in an opening, for messages."""
+    usual = Opening(storage=opening.storage, block_bytes=4096)
+    changes = [
+        f"{field.name}={getattr(opening, field.name)}"
+        for field in fields(opening)
+        if getattr(opening, field.name) != getattr(usual, field.name)
+    ]
+    return f" ({', '.join(changes)})" if changes else ""
 
 
 @final
@@ -215,7 +226,8 @@ class Rigs:
         except KVCoreError as error:
             region.unmap()
             raise HarnessError(
-                f"the tier cannot be opened with the settings of its harness ({opening}): {error}"
+                f"the tier cannot be opened with the settings of its harness{_special(opening)}: "
+                f"{error}"
             ) from error
         rig = Rig(
             subject_type=self.subject_type,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kv_conformance.harness import Harness, HarnessError
 from kv_conformance.rig import SubjectType
 from kv_core.contract import Capability
-from kv_core.errors import KVCoreError
+from kv_core.errors import KVCoreError, UnknownTierError
 from kv_core.plugins import TierRegistry
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ def _installed(registry: TierRegistry, tier: str, workdir: Path) -> SubjectType:
     try:
         spec = registry.spec(tier)
         harness = registry.conformance_harness(tier, workdir)
+    except UnknownTierError as error:
+        raise HarnessError(f"{error}; a package of your own: pip install -e FOLDER") from error
     except KVCoreError as error:
         raise HarnessError(str(error)) from error
     origin = next(claim.origin for claim in registry.installed() if claim.type == tier)
@@ -148,7 +150,7 @@ def _checked(harness: object, what: str) -> Harness:
             name for name in members if not name.startswith("_") and not hasattr(harness, name)
         )
         raise HarnessError(
-            f"{what} is a {type(harness).__name__} without {', '.join(missing)}: derive it from "
-            "kv_conformance.harness.BaseHarness and write what is missing"
+            f"{what} is of class {type(harness).__name__}, without {', '.join(missing)}: derive "
+            "it from kv_conformance.harness.BaseHarness and write what is missing"
         )
     return harness

@@ -87,7 +87,8 @@ class TierRegistry:
         if not hooks.kv_core_conformance_harness.get_hookimpls():
             raise UnsupportedError(
                 f"the plugin of tier {tier_type!r} does not implement the hook "
-                "'kv_core_conformance_harness', which the conformance suite needs"
+                "'kv_core_conformance_harness', which the conformance suite needs: write it in the "
+                "module that the entry point names (docs/write-a-tier.md, 'The harness')"
             )
         try:
             harness: object = hooks.kv_core_conformance_harness(workdir=workdir)
@@ -129,7 +130,7 @@ class TierRegistry:
         """Return the one claim of a type."""
         claims = [claim for claim in self.installed() if claim.type == tier_type]
         if not claims:
-            raise _unknown(tier_type, {claim.type for claim in self.installed()})
+            raise _unknown(tier_type, self.installed())
         if len(claims) > 1:
             origins = [claim.origin for claim in claims]
             raise DuplicateTierError(
@@ -141,14 +142,15 @@ class TierRegistry:
         return claims[0]
 
 
-def _unknown(tier_type: str, installed: set[str]) -> UnknownTierError:
-    names = sorted(installed)
-    close = difflib.get_close_matches(tier_type, names, n=1)
+def _unknown(tier_type: str, installed: list[InstalledTier]) -> UnknownTierError:
+    names = sorted({claim.type for claim in installed})
+    of_package = [claim.type for claim in installed if claim.distribution == tier_type]
+    close = of_package or difflib.get_close_matches(tier_type, names, n=1)
     hint = f"Did you mean {close[0]!r}? Otherwise install" if close else "Install"
     return UnknownTierError(
         f"no installed package provides the tier type {tier_type!r} (installed: "
         f"{', '.join(names) or 'none'}). {hint} its package, by convention: "
-        f"pip install kv-tier-{tier_type}",
+        f"pip install kv-tier-{tier_type.removeprefix('kv-tier-')}",
         tier_type=tier_type,
         installed=names,
     )
