@@ -16,6 +16,7 @@ from kv_conformance.killmap import (
     REFERENCES,
     Subject,
     SuiteRun,
+    clauses_of,
     find_gaps,
     find_problems,
     main,
@@ -189,7 +190,6 @@ def test_mutants_declare_what_they_break(tmp_path: Path, part: Mutant) -> None:
     clause = next(clause for clause in CLAUSES if clause.id == part.clause)
     assert clause.kind is ClauseKind.DUTY
     assert clause.applies_to(load_harness(part.reference, tmp_path).spec.capabilities)
-    assert part.clause not in part.also
 
 
 def test_the_command(
@@ -197,7 +197,8 @@ def test_the_command(
 ) -> None:
     """The command prints a row for each subject, writes them to a file, and fails on a problem."""
 
-    def found(subject: Subject, scratch: Path, *, limit_s: float) -> SuiteRun:
+    def found(subject: Subject, scratch: Path, *, limit_s: float, clauses: list[str]) -> SuiteRun:
+        assert subject.clause is None or subject.clause in clauses
         assert scratch.is_dir()
         assert limit_s == 7.0
         return run("non-conformant", "LOOK-1", messages="passed")
@@ -218,6 +219,35 @@ def test_the_command_without_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command ends with 0 when every mutant asked for is caught."""
     monkeypatch.setattr(killmap, "run_suite", lambda *_, **__: run("non-conformant", "LOOK-1"))
     assert main(["always_there"]) == 0
+
+
+def test_the_quick_map(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The quick map asks each mutant for its own clause, and honest tiers for nothing."""
+    asked: list[tuple[str, list[str]]] = []
+
+    def found(subject: Subject, _: Path, *, limit_s: float, clauses: list[str]) -> SuiteRun:
+        asked.append((subject.name, clauses))
+        return run("non-conformant", "LOOK-1")
+
+    monkeypatch.setattr(killmap, "run_suite", found)
+    assert main(["always_there", "at_once", "--quick"]) == 0
+    assert asked == [("always_there", ["LOOK-1"])]
+    assert "1 mutants, 0 honest tiers" in capsys.readouterr().out
+
+
+def test_clauses_that_cost_processes() -> None:
+    """A mutant that is about another clause is not asked for those that start processes."""
+    asked = set(clauses_of(LIAR))
+    assert {clause.id for clause in CLAUSES} - asked == {
+        "PERS-1",
+        "PERS-2",
+        "PERS-3",
+        "SHARE-1",
+        "SHARE-2",
+    }
+    assert clauses_of(Subject("liar", "m:liar", mutant("PERS-2"))) == []
+    assert clauses_of(Subject("liar", "m:liar", mutant(also=frozenset({"SHARE-1"})))) == []
+    assert clauses_of(HONEST) == clauses_of(REFERENCE) == []
 
 
 def test_an_unknown_name() -> None:
