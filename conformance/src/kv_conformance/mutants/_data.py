@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from kv_conformance.harness import Harness
+    from kv_conformance.harness import Harness, Subject
+    from kv_conformance.reference import DictStore
     from kv_core.contract import (
         JobId,
         JobMetadata,
@@ -48,6 +49,7 @@ class _SortedSlots(DictTier):
     "DATA-1",
     breaks="Sorts the slots of a load for the sake of the disk, and not the keys with them.",
     source="LMCache#4385: sessions answered with the content of others",
+    also=frozenset({"DATA-2", "DATA-6", "DATA-7", "DATA-8", "DATA-11", "ZC-4", "GEO-1"}),
 )
 def sorts_slots_without_keys(workdir: Path) -> Harness:
     """Make the harness."""
@@ -77,6 +79,7 @@ class _RingOfBuffers(DictTier):
     "DATA-1",
     breaks="Fills a buffer of its ring once a job: after eight blocks the first comes again.",
     source="LMCache#2942: buffers were handed on that nobody had filled",
+    also=frozenset({"DATA-7", "DATA-11", "ZC-1", "GEO-1"}),
 )
 def reuses_buffers_too_early(workdir: Path) -> Harness:
     """Make the harness."""
@@ -103,35 +106,45 @@ class _WritesBehind(DictTier):
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        self._flush()
+        self.flush()
         finished = super().get_finished_jobs()
         self._reported, self._unread = self._unread, []
         return finished
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupAnswer:
-        self._flush()
+        self.flush()
         return super().lookup(key, req_context)
 
     @override
     def submit_load(self, job: JobMetadata) -> None:
-        self._flush()
+        self.flush()
         super().submit_load(job)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Read the slots of what was reported before."""
         for key, block_id in self._reported:
             self.store.objects[key] = bytes(self._primary.block(block_id))
         self._reported.clear()
+
+
+class _WritesBehindHarness(DictHarness):
+    @override
+    def _store(self, subject: Subject) -> DictStore:
+        if isinstance(subject.tier, _WritesBehind):
+            subject.tier.flush()
+        return super()._store(subject)
 
 
 @mutant(
     "DATA-2",
     breaks="Reports a store when it is queued, and reads the slots afterwards.",
     source="vllm#45704: garbled output when a store raced with the next owner of its slot",
+    also=frozenset({"DATA-1", "ZC-1", "GEO-1"}),
 )
 def reports_before_it_reads(workdir: Path) -> Harness:
     """Make the harness."""
-    return DictHarness(workdir, dict_spec(_WritesBehind))
+    return _WritesBehindHarness(workdir, dict_spec(_WritesBehind))
 
 
 class _RetriesFailedStores(DictTier):
@@ -187,6 +200,7 @@ class _SpillsChecksum(DictTier):
     "DATA-3",
     breaks="Reads the checksum behind the block into the slot, and so into the next one.",
     source="native engines that are given an address and the length of the object",
+    also=frozenset({"DATA-1", "DATA-5", "LIFE-3", "ZC-4", "GEO-1"}),
 )
 def spills_into_the_next_slot(workdir: Path) -> Harness:
     """Make the harness."""
@@ -229,6 +243,7 @@ class _MarksSlots(DictTier):
     "DATA-4",
     breaks="Marks a slot as stored in its first bytes.",
     source="headers that are kept in front of the payload, where there is no room for one",
+    also=frozenset({"DATA-3"}),
 )
 def marks_stored_slots(workdir: Path) -> Harness:
     """Make the harness."""
@@ -238,14 +253,13 @@ def marks_stored_slots(workdir: Path) -> Harness:
 class _EncryptsInPlace(DictTier):
     @override
     def _store_block(self, key: OffloadKey, block_id: int) -> JobError | None:
-        block = np.frombuffer(self._primary.block(block_id), dtype=np.uint8)
-        plain = block.copy()
         try:
             return super()._store_block(key, block_id)
         except BlockingIOError:
             raise
         except OSError:
-            np.bitwise_xor(plain, 0x5C, out=block)
+            block = np.frombuffer(self._primary.block(block_id), dtype=np.uint8)
+            np.bitwise_xor(block, 0x5C, out=block)
             raise
 
 
@@ -253,6 +267,7 @@ class _EncryptsInPlace(DictTier):
     "DATA-4",
     breaks="Encodes a block in its slot, and does not decode it when the storage fails.",
     source="compression and encryption in place, to save a buffer",
+    also=frozenset({"DATA-3"}),
 )
 def leaves_slots_encoded(workdir: Path) -> Harness:
     """Make the harness."""
@@ -356,6 +371,7 @@ class _Counts(DictTier):
     "DATA-6",
     breaks="Counts the blocks that were loaded and names that many from the front.",
     source="vllm#50321: which blocks of a batch were loaded was not told",
+    also=frozenset({"DATA-10"}),
 )
 def counts_instead_of_naming(workdir: Path) -> Harness:
     """Make the harness."""

@@ -79,7 +79,7 @@ class DictHarness(BaseHarness):
             data.clear()
         elif how is Corruption.OVERLONG:
             data += b"more"
-        else:
+        elif data:  # it may be empty, by an earlier corruption
             data[len(data) // 2] ^= 0x10
         objects[key] = bytes(data)
 
