@@ -41,7 +41,7 @@ def test_a_load_that_ends_early_leaves_untouched_bytes() -> None:
     """Also when the first bytes are right."""
     region = Region(1, 4096, 4096)
     region.clear(0)
-    region.primary.block(0)[:4000] = content_of(KEY, 4000)
+    region.primary.block(0)[:4000] = content_of(KEY, 4000).tobytes()
     assert region.difference(0, KEY) is Difference.UNTOUCHED
 
 
