@@ -9,15 +9,14 @@ from typing_extensions import override
 
 from kv_conformance.mutants._mutant import mutant
 from kv_conformance.reference import DictHarness, DictTier, dict_spec
+from kv_core.contract import JobError, JobErrorKind
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kv_conformance.harness import Harness
     from kv_core.contract import (
-        JobError,
         JobMetadata,
-        LookupAnswer,
         OffloadKey,
         ReqContext,
         TierContext,
@@ -48,7 +47,7 @@ def resumes_at_the_wrong_place(workdir: Path) -> Harness:
 
 
 class _EndsWithItsRequest(DictTier):
-    """Hides a block when the request ends that stored it a second time."""
+    """Drops a block when the request ends that stored it a second time."""
 
     @override
     def __init__(self, context: TierContext) -> None:
@@ -74,14 +73,15 @@ class _EndsWithItsRequest(DictTier):
         )
 
     @override
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupAnswer:
-        answer = super().lookup(key, req_context)
-        return answer and key not in self._hidden
+    def _load_block(self, key: OffloadKey, block_id: int) -> JobError | None:
+        if key in self._hidden:
+            return JobError(JobErrorKind.MISSING, "nobody holds the block any more")
+        return super()._load_block(key, block_id)
 
 
 @mutant(
-    "LOOK-3",
-    breaks="Loses sight of a block with the end of the request that was the second to store it.",
+    "DATA-1",
+    breaks="Lets go of a block with the end of the request that was the second to store it.",
     source="ownership by request: references are counted for one owner too few",
 )
 def ends_with_its_request(workdir: Path) -> Harness:

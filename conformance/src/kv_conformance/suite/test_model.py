@@ -234,6 +234,9 @@ class _Machine(RuleBasedStateMachine):
         """Remove or damage an object behind the tier's back."""
         self._calls.append(f"damage {number}: {'lost' if how is None else how.value}")
         self._settle()
+        if how is not None and self._states[number] is not _State.SURE:
+            # There is nothing that could be damaged, or it is damaged already.
+            return
         try:
             if how is None:
                 self._rig.lose(self._keys[number])
