@@ -76,7 +76,26 @@ class _AlwaysThere(_OneByOne):
     "LOOK-1",
     breaks="Answers True for every key.",
     source="sglang#31881: the hit that was promised was never fetched",
-    also=frozenset({"LOOK-4", "LOOK-6", "LOOK-8", "DEL-1", "CAP-2", "NS-1", "MET-1"}),
+    also=frozenset(
+        {
+            "LOOK-4",
+            "LOOK-5",
+            "LOOK-6",
+            "LOOK-8",
+            "DATA-7",
+            "DATA-10",
+            "LIFE-5",
+            "REQ-2",
+            "NS-1",
+            "MET-1",
+            "PERS-2",
+            "SHARE-1",
+            "CAP-2",
+            "INT-1",
+            "DEL-1",
+            "TOUCH-1",
+        }
+    ),
 )
 def always_there(workdir: Path) -> Harness:
     """Make the harness."""
@@ -325,7 +344,7 @@ class _OutageEmpties(FolderTier):
     "LOOK-4",
     breaks="Takes every object that cannot be read for lost, for ever.",
     source="nixl#1496: status 403 and 5xx taken for 'not found'",
-    also=frozenset({"DATA-11"}),
+    also=frozenset({"JOB-7", "DATA-11", "EVT-1"}),
 )
 def outage_empties(workdir: Path) -> Harness:
     """Make the harness."""
@@ -381,7 +400,7 @@ class _DamageIsTransient(FolderTier):
     "LOOK-4",
     breaks="Takes a damaged object for one that cannot be read just now.",
     source="vllm#54363: an object with wrong bytes stays where it is",
-    also=frozenset({"DATA-10", "INT-1"}),
+    also=frozenset({"DATA-10", "INT-1", "EVT-1"}),
 )
 def damage_is_transient(workdir: Path) -> Harness:
     """Make the harness."""
@@ -529,6 +548,7 @@ class _RemembersAbsence(_WithMemory):
     "LOOK-7",
     breaks="Remembers a False for the life of the request, stores or not.",
     source="vllm#49176: answers that outlive what they were about",
+    also=frozenset({"LOOK-3", "LOOK-4"}),
 )
 def remembers_absence(workdir: Path) -> Harness:
     """Make the harness."""
@@ -565,6 +585,7 @@ class _LateAnswers(_WithMemory):
     "LOOK-7",
     breaks="Hands out an answer from before the store after it.",
     source="vllm#49176: a cached lookup that is not told of what has happened since",
+    also=frozenset({"LOOK-3"}),
 )
 def late_answers(workdir: Path) -> Harness:
     """Make the harness."""
@@ -594,6 +615,7 @@ class _HiddenByItsStore(_OneByOne):
     "LOOK-7",
     breaks="Answers False while a store is in flight, and remembers that answer.",
     source="LMCache#3532: what was stored in between is never announced",
+    also=frozenset({"LOOK-3"}),
 )
 def hidden_by_its_store(workdir: Path) -> Harness:
     """Make the harness."""
