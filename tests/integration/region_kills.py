@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 PHASES: Final = ("create", "size", "attach", "pre-fault", "running", "shutdown")
+SIZE: Final = PHASES.index("size")
 # A process is in a phase from the call of one of these on.
 PHASE_OF_FUNCTION: Final = {
     "create": 0,
@@ -332,17 +333,38 @@ class Campaign:
             seen.append(board.numbers[LINES:end].tolist())
         self._lines[num_workers] = [min(lines) for lines in zip(*seen, strict=True)]
 
-    def round(self, phase: int) -> bool:
+    def next_target(self) -> tuple[int, str]:
+        """Return the phase and the role that have had too few victims.
+
+        The first two phases are the scheduler's alone, and weigh as much as two.
+        """
+        targets = [
+            (phase, role)
+            for phase in range(len(PHASES))
+            for role in ("scheduler", "worker")
+            if role == "scheduler" or phase > SIZE
+        ]
+        return min(
+            targets, key=lambda t: self.counts[PHASES[t[0]], t[1]] / (2 if t[0] <= SIZE else 1)
+        )
+
+    def round(self, phase: int, role: str) -> bool:
         """Kill one process, then start the engine anew.
+
+        Args:
+            phase: Index of the phase that is aimed at.
+            role: Who is to die.
 
         Returns:
             Whether the victim was met; in few rounds it is faster.
         """
         choose = self._random
         num_workers = choose.choice((1, 2, 3))
-        victim = SCHEDULER if phase < 2 else choose.randrange(1 + num_workers)
+        victim = SCHEDULER if role == "scheduler" else 1 + choose.randrange(num_workers)
         lines = self._lines[num_workers][victim * len(PHASES) + phase]
-        line = choose.randint(1, max(1, lines)) if choose.random() < 0.5 else None
+        # The first phases end before anybody outside can act.
+        by_line = choose.random() < (0.9 if phase <= SIZE else 0.5)
+        line = choose.randint(1, max(1, lines)) if by_line else None
         kill = Kill(victim, phase, line)
         board = Board()
         generation = Generation(self.shm_dir, self._nonce(), num_workers, board)
@@ -355,7 +377,6 @@ class Campaign:
         finally:
             generation.kill_all()
         if was_killed:
-            role = "scheduler" if victim == SCHEDULER else "worker"
             self.counts[PHASES[board.numbers[PHASE + victim] - 1], role] += 1
             self.outside += line is None
         return was_killed
@@ -373,7 +394,7 @@ class Campaign:
                 generation.statuses[kill.victim] = os.waitstatus_to_exitcode(status)
                 return generation.statuses[kill.victim] == -signal.SIGKILL
             if numbers[PHASE + kill.victim] > kill.phase and kill.line is None:
-                time.sleep(moment if kill.phase > PHASES.index("size") else 0)
+                time.sleep(moment if kill.phase > SIZE else 0)
                 os.kill(victim, signal.SIGKILL)
                 return generation.reap(kill.victim) == -signal.SIGKILL
             if numbers[ANSWERED] and kill.phase < PHASES.index("running"):
@@ -483,7 +504,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if tries > 3 * options.rounds:
                 raise Failure("victims are met too seldom")
             try:
-                done += campaign.round(campaign.met().index(min(campaign.met())))
+                done += campaign.round(*campaign.next_target())
             except Failure:
                 sys.stderr.write(f"in try {tries} of seed {options.seed}:\n")
                 raise

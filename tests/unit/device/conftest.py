@@ -95,6 +95,8 @@ class Memory:
             for logical in range(first, first + count):
                 if slot is None or logical % layout.factor == 0:
                     slot = next(cpu_ids)
+                    if to_cpu:
+                        self._clear_unused(refs, slot)
                 gpu_id = next(gpu_ids)
                 for tensor, size in refs:
                     page = self.gpu_tensors()[tensor][gpu_id, :size]
@@ -104,6 +106,15 @@ class Memory:
                         place[:] = page
                     else:
                         page[:] = place
+
+    def _clear_unused(self, refs: Sequence[tuple[int, int]], slot: int) -> None:
+        """Zero what a group does not write of a slot, byte by byte."""
+        used = {(tensor, byte) for tensor, size in refs for byte in range(size)}
+        for index, page_bytes in enumerate(self.layout.pages):
+            row = self.cpu_tensors()[index][slot]
+            for byte in range(len(row)):
+                if (index, byte % page_bytes) not in used:
+                    row[byte] = 0
 
     def kv_caches(self, tensors: Sequence[KVTensor]) -> CanonicalKVCaches:
         """Describe the GPU side."""

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from kv_core.device._canonical import check_page_tensor, row_stride_bytes, tensor_address
 from kv_core.device._sub_blocks import compute_sub_block_ptrs
+from kv_core.device._unused import UnusedBytes
 from kv_core.device.copy import CopyBatch
 from kv_core.engine import (
     BlockIDsLoadStoreSpec,
@@ -78,6 +79,7 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
         self._cpu_tensors = tuple(cpu_tensors)
         self._factor = block_size_factor
         self._to_cpu = to_cpu
+        self._unused = UnusedBytes(kv_caches, block_size_factor)
         self._type = ("GPU", "CPU") if to_cpu else ("CPU", "GPU")
         self._stream = backend.open_stream("-to-".join(self._type).lower())
         self._in_flight: deque[tuple[int, CopyTicket, int]] = deque()
@@ -108,15 +110,18 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
         self._check(gpu, cpu, sum(cpu_counts))
         gpu_parts, cpu_parts, sizes = [], [], []
         gpu_start = cpu_start = 0
-        for refs, count, skip, cpu_count in zip(
+        groups = zip(
             self._kv_caches.group_data_refs, gpu.group_sizes, skips, cpu_counts, strict=True
-        ):
+        )
+        for group_idx, (refs, count, skip, cpu_count) in enumerate(groups):
             if count == 0:
                 continue
             gpu_ids = gpu.block_ids[gpu_start : gpu_start + count]
             cpu_ids = cpu.block_ids[cpu_start : cpu_start + cpu_count]
             gpu_start += count
             cpu_start += cpu_count
+            if self._to_cpu:
+                self._unused.clear(self._cpu_tensors, group_idx, cpu_ids)
             for ref in refs:
                 gpu_tensor = self._kv_caches.tensors[ref.tensor_idx].tensor
                 cpu_tensor = self._cpu_tensors[ref.tensor_idx]
