@@ -131,7 +131,8 @@ def load_harness(reference: str, workdir: Path) -> Harness:
         harness = function(workdir)
     except Exception as error:
         raise HarnessError(
-            f"the harness {reference!r} cannot be made: {type(error).__name__}: {error}"
+            f"the harness {reference!r} cannot be made: {type(error).__name__}: {error}. It is "
+            "called with one argument, the folder for the tier's storage"
         ) from error
     return _checked(harness, f"what {reference!r} returned")
 
