@@ -433,7 +433,6 @@ class _ResultsOfTheLiving(FolderTier):
     "JOB-6",
     breaks="Drops results of requests that have ended.",
     source="dynamo#3730: a request that finishes first leaves its blocks pinned",
-    also=frozenset({"BLOCK-1"}),
 )
 def drops_results_of_ended_requests(workdir: Path) -> Harness:
     """Make the harness."""
@@ -459,7 +458,6 @@ class _CancelsWithTheRequest(_ResultsOfTheLiving):
     "JOB-6",
     breaks="Cancels the loads of a request at its end without a report.",
     source="vllm#48102: requests that are aborted while their blocks are on the way",
-    also=frozenset({"BLOCK-1"}),
 )
 def cancels_loads_with_the_request(workdir: Path) -> Harness:
     """Make the harness."""
