@@ -335,7 +335,8 @@ CORE_CLAUSES: Final[tuple[Clause, ...]] = (
     # -- NS: namespaces -------------------------------------------------------------------------
     Clause(
         id="NS-1",
-        sentence="A change in any field of the namespace makes every earlier block unreachable.",
+        sentence="A change in any field of the namespace that its fingerprint covers makes every "
+        "earlier block unreachable.",
         reason="The bytes of another model, layout or revision have the right length.",
         reports=("vllm#49261", "vllm#55904", "vllm#49440", "vllm#55191", "vllm#56772"),
     ),

@@ -82,6 +82,7 @@ class Budget:
         *,
         clause: str | None = None,
         grace_s: float | None = None,
+        at_least_s: float = 0.0,
     ) -> float:
         """Poll a condition until it holds.
 
@@ -91,6 +92,8 @@ class Budget:
             limit_s: The limit that the tier declares, seconds.
             clause: Whose promise it is.
             grace_s: On top of the limit, instead of the default; it is scaled, too.
+            at_least_s: What the wait gets even when many have been in vain: for the start of a
+                process, which says nothing about the tier.
 
         Returns:
             Seconds until it held.
@@ -105,6 +108,7 @@ class Budget:
             grace_s *= self.scale
         # A healthy tier needs a fraction of a long limit; once settled, nobody waits for more.
         allowed_s = (limit_s if patient else min(limit_s, grace_s)) + grace_s
+        allowed_s = max(allowed_s, at_least_s * self.scale)
         pause, poll_s = threading.Event(), _POLL_S
         start = time.monotonic()
         while not condition():

@@ -129,7 +129,10 @@ class Peer:
             HarnessError: It cannot be opened.
         """
         if not self._is_open:
-            self._answer("a peer did not open its tier", _START_S)
+            self._until(
+                lambda: bool(self._answers), "a peer did not open its tier", at_least_s=_START_S
+            )
+            self._answers.pop(0)
             self._is_open = True
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
@@ -242,7 +245,12 @@ class Peer:
         return self._answers.pop(0)
 
     def _until(
-        self, condition: Callable[[], bool], what: str, limit_s: float | None = None
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        limit_s: float | None = None,
+        *,
+        at_least_s: float = 0.0,
     ) -> None:
         def arrived() -> bool:
             self._receive()
@@ -253,7 +261,8 @@ class Peer:
                 raise Broken(self._last_words())
             return False
 
-        self._budget.until(arrived, what, self._limit_s if limit_s is None else limit_s)
+        limit_s = self._limit_s if limit_s is None else limit_s
+        self._budget.until(arrived, what, limit_s, at_least_s=at_least_s)
 
     def _receive(self) -> None:
         """Take in what the peer has sent, without waiting."""
