@@ -449,7 +449,10 @@ class Campaign:
         """Let an engine start, work and stop, and require that nothing is left of it."""
         try:
             if not started:
-                generation.start(range(1 + generation.num_workers))
+                # Workers may be there first, and see what the dead left behind.
+                order = list(range(1 + generation.num_workers))
+                self._random.shuffle(order)
+                generation.start(order)
             until = time.monotonic() + PATIENCE_S
             while not generation.board.numbers[ANSWERED]:
                 if time.monotonic() > until:
