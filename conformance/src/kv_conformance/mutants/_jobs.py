@@ -215,6 +215,7 @@ class _SomeIsAll(FolderTier):
     "JOB-2",
     breaks="Reports a job as a success when a part of it was.",
     source="dynamo#15079: the metrics show a full hit, the transfer had failed",
+    also=frozenset({"DATA-1", "DATA-10"}),
 )
 def takes_a_part_for_the_whole(workdir: Path) -> Harness:
     """Make the harness."""
@@ -369,7 +370,6 @@ class _NeverWithdraws(FolderTier):
     "JOB-5",
     breaks="Counts queued jobs as stalled instead of failing them.",
     source="vllm#56828: 36 to 43 seconds until the loss of a peer is seen",
-    also=frozenset({"DRAIN-4", "LIFE-3"}),
 )
 def queued_jobs_count_as_running(workdir: Path) -> Harness:
     """Make the harness."""
