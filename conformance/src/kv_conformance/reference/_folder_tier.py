@@ -113,7 +113,8 @@ class FolderTier(ThreadedTier):
                 deleted = key in self._deleted
                 self._deleted.discard(key)
             if deleted:
-                self.store.remove(key)
+                if self.store.remove(key):
+                    self.note_removed(key)
             elif self.is_valid(key, data):
                 self.store.mark_used(key, time.time_ns())
                 return 0
@@ -181,7 +182,8 @@ class FolderTier(ThreadedTier):
         with self._lock:
             self._deleted.update(keys)
         for key in keys:
-            self.note_removed(key)
+            # Answers that are remembered go now; the event comes when there is an object to go.
+            self._lookups.removed(key, next(self._tickets))
         if self._sweeper is not None:
             self._sweeper.submit(self._sweep, tuple(keys))
 
@@ -191,7 +193,8 @@ class FolderTier(ThreadedTier):
                 with self._lock:
                     if key not in self._deleted:
                         continue
-                self.store.remove(key)
+                if self.store.remove(key):
+                    self.note_removed(key)
                 with self._lock:
                     self._deleted.discard(key)
             self._count = len(self.store.list_objects())

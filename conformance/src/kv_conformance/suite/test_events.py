@@ -192,3 +192,18 @@ def test_stored_precedes_removed(rigs: Rigs) -> None:
             rig.call("delete", keys[round_number::4])
             replay.read()
     replay.expect_equal("after blocks had come and gone")
+
+
+@case("EVT-2")
+def test_removing_what_is_not_there_emits_nothing(rigs: Rigs) -> None:
+    """Deletions of unknown keys, and loads of them."""
+    rig = _open(rigs)
+    replay = _Replay(rig)
+    unknown = rigs.keys(4)
+    if Capability.DELETE in rig.subject_type.spec.capabilities:
+        rig.call("delete", unknown[:2])
+    for key in unknown:
+        rig.load([key])
+    rig.stored(rigs.keys(1))
+    replay.expect_equal("after deletions and loads of unknown keys")
+    expect(not replay.removed, "a removed event was emitted for a key that was never stored")
