@@ -9,7 +9,7 @@ A name is that of a mutant or an extreme, or the id of a clause for all of its m
 the checks of the table as a whole are left out. ``--quick`` runs on each mutant the
 clause that must catch it and no other, and no honest tier: it finds survivors in less time.
 
-A mutant is not asked for the clauses that cost processes (PERS, SHARE), unless it names one of them.
+A mutant is not asked for clauses that cost processes (PERS, SHARE), unless it names one of them.
 """
 
 from __future__ import annotations
@@ -313,27 +313,28 @@ def _run_all(
         for future in as_completed(futures):
             subject, run = futures[future], future.result()
             results[subject.name] = run
-            sys.stderr.write(
-                f"{len(results)}/{len(subjects)} {subject.name}: {run.seconds:.0f} s\n"
-            )
+            _, clause, outcome, _, seconds = _row(subject, run)
+            line = f"{len(results)}/{len(subjects)} {subject.name} {clause}: {outcome}, {seconds} s"
+            sys.stderr.write(line + "\n")
     return {subject.name: (subject, results[subject.name]) for subject in subjects}
 
 
 # -- telling ------------------------------------------------------------------------------------
 
 
+def _row(subject: Subject, run: SuiteRun) -> tuple[str, str, str, str, str]:
+    part, seconds = subject.part, f"{run.seconds:.1f}"
+    if isinstance(part, Mutant):
+        stray = _ordered(run.tripped - {part.clause} - part.also)
+        caught = "caught" if part.clause in run.tripped else "SURVIVES"
+        return subject.name, part.clause, caught, ", ".join(stray), seconds
+    relied_on = ", ".join(_ordered(part.relies_on)) if part is not None else ""
+    return subject.name, relied_on, run.verdict, "", seconds
+
+
 def _rows(results: Iterable[tuple[Subject, SuiteRun]]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("tier", "clause", "outcome", "trips besides", "seconds")]
-    for subject, run in results:
-        part, seconds = subject.part, f"{run.seconds:.1f}"
-        if isinstance(part, Mutant):
-            stray = _ordered(run.tripped - {part.clause} - part.also)
-            caught = "caught" if part.clause in run.tripped else "SURVIVES"
-            rows.append((subject.name, part.clause, caught, ", ".join(stray), seconds))
-        else:
-            relied_on = ", ".join(_ordered(part.relies_on)) if part is not None else ""
-            rows.append((subject.name, relied_on, run.verdict, "", seconds))
-    return rows
+    head = ("tier", "clause", "outcome", "trips besides", "seconds")
+    return [head, *(_row(subject, run) for subject, run in results)]
 
 
 def _format(rows: Sequence[tuple[str, ...]]) -> str:
