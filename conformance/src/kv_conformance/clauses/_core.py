@@ -126,6 +126,14 @@ CORE_CLAUSES: Final[tuple[Clause, ...]] = (
         reason="A user waits for the load and nobody for the stores.",
         reports=("vllm#49225",),
     ),
+    Clause(
+        id="JOB-9",
+        sentence="A job that failed says why: `missing` or `damaged` for an object that is gone or "
+        "spoilt, `declined` for a storage without room, `failed` or `stalled` for the backend.",
+        reason="The engine counts failures of the backend against the tier, and nothing else: a "
+        "full disk is no broken disk, and a lost object no outage.",
+        reports=("LMCache#4364", "LMCache#5119"),
+    ),
     # -- DATA: the bytes ------------------------------------------------------------------------
     Clause(
         id="DATA-1",

@@ -7,6 +7,7 @@ its submit returns.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -174,7 +175,10 @@ class DictTier(SecondaryTierManager):
                     self._break_off(job, JobErrorKind.STALLED, "the store did not answer in time")
                 return
             except OSError as problem:
-                error = JobError(JobErrorKind.FAILED, str(problem))
+                full = problem.errno == errno.ENOSPC
+                error = JobError(
+                    JobErrorKind.DECLINED if full else JobErrorKind.FAILED, str(problem)
+                )
             if error is None:
                 job.done.append(key)
             else:
