@@ -29,7 +29,7 @@ CONFORMANCE_MODES := $(EXAMPLE):async_mode $(EXAMPLE):at_once
 LOADED_RUNS ?= 50
 
 .PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile \
-    conformance conformance-loaded conformance-pytests kill-map clean
+    region-kills conformance conformance-loaded conformance-pytests kill-map clean
 
 help:
 	@echo "venv          .venv with all packages, editable"
