@@ -44,7 +44,7 @@ help:
 	@echo "conformance   the conformance suite on every tier of this repository, in each mode"
 	@echo "conformance-loaded   again and again (LOADED_RUNS=50) on a busy machine: no false alarm"
 	@echo "conformance-pytests  from wheels, with the oldest and newest pytest and other plugins"
-	@echo "kill-map      the conformance suite on every mutant and every legal extreme"
+	@echo "kill-map      the conformance suite on every mutant and legal extreme (KILL_MAP_ARGS=--quick)"
 	@echo "region-kills  240 random kills of processes that share a region, and what they leave"
 	@echo "clean         remove all that was made"
 
