@@ -80,7 +80,7 @@ class TierLimits:
         error_backoff_s: After a transient error of the backend, how long the tier may answer
             "absent" before it asks the backend again.
         visibility_delay_s: Instances see each other's blocks within this many seconds (SHARED).
-        min_retained_blocks: The last N blocks stored stay findable.
+        min_retained_blocks: The N blocks that were stored or used last stay findable.
         max_block_bytes: Largest block the tier takes, or ``None``.
         max_job_keys: Most keys in one job; the engine splits. ``None``: any number.
         staging_bytes: Most extra memory in flight; 0 means zero-copy.
