@@ -125,9 +125,8 @@ class OrderedStream:
         return StreamTicket(start, end, error, self._spare_events)
 
     def _take_event(self) -> StreamEvent:
-        return self._spare_events.pop() if self._spare_events else self._new_event()
-
-    def _new_event(self) -> StreamEvent:
+        if self._spare_events:
+            return self._spare_events.pop()
         return self._api.Event(enable_timing=True)
 
     def close(self) -> None:

@@ -31,27 +31,35 @@ def expand_sub_blocks(
 
 
 def compute_sub_block_ptrs(
-    base_address: int,
-    row_stride: int,
+    base_address: int | npt.NDArray[np.int64],
+    row_stride: int | npt.NDArray[np.int64],
     block_ids: npt.NDArray[np.int32],
     factor: int,
     skip: int,
     count: int,
-    sub_block_bytes: int,
+    sub_block_bytes: int | npt.NDArray[np.int64],
+    out: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Return the address of each sub-block of a tensor.
+    """Return the address of each sub-block of a tensor, or of several tensors at once.
 
     Args:
-        base_address: Address of the tensor's first byte.
+        base_address: Address of the tensor's first byte; for several tensors an array of shape
+            ``(tensors, 1)``, as the two other sizes then are.
         row_stride: Bytes from one offloaded block to the next.
         block_ids: Offloaded blocks, in order.
         factor: Sub-blocks in one offloaded block.
         skip: Sub-blocks left out at the start of the first block.
         count: Sub-blocks wanted.
         sub_block_bytes: Bytes of one sub-block within a row.
+        out: Where the addresses go, of the shape that is returned.
 
     Returns:
-        ``int64``, shape ``(count,)``. Block ids are 32-bit; the arithmetic is 64-bit.
+        ``int64``, shape ``(count,)``, or ``(tensors, count)`` for several tensors. Block ids are
+        32-bit; the arithmetic is 64-bit.
     """
-    ids, subs = expand_sub_blocks(block_ids, factor, skip, count)
-    return base_address + ids * row_stride + subs * sub_block_bytes
+    ids, positions = expand_sub_blocks(block_ids, factor, skip, count)
+    addresses: npt.NDArray[np.int64] = np.multiply(ids, row_stride, out=out)
+    addresses += base_address
+    if factor > 1:
+        addresses += positions * sub_block_bytes
+    return addresses

@@ -54,7 +54,14 @@ class CopyStream(Protocol):
     """An ordered queue of batches: each starts after the one before has ended."""
 
     def submit(self, batch: CopyBatch) -> CopyTicket:
-        """Queue a batch and return at once."""
+        """Queue a batch and return at once.
+
+        The batch's arrays keep their content until its ticket is done, so that a device may read
+        them late. The calling thread's current stream is the one that the batch is ordered after.
+
+        Raises:
+            Exception: The batch was refused. None of it is under way, now or later.
+        """
 
     def close(self) -> None:
         """Finish queued batches and release the stream. Idempotent."""
