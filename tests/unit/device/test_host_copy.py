@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_core.device.copy import CopyBatch, HostCopyBackend, _host
+from kv_core.device.copy._host_ranges import copy_ranges
 from kv_core.errors import EngineStateError
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from kv_core.device.copy import CopyStream
 
 TIMEOUT_S = 20
+
+Bytes = npt.NDArray[np.int8]
 
 
 def _batch(*ranges: tuple[int, int, int]) -> CopyBatch:
@@ -62,7 +67,7 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Put a gate in place of the copy loop."""
     gate = Gate()
-    monkeypatch.setattr(_host, "_copy", gate.copy)
+    monkeypatch.setattr(_host, "copy_ranges", gate.copy)
     yield gate
     gate.open.set()
 
@@ -115,14 +120,14 @@ def test_a_closed_stream_refuses_batches(stream: CopyStream) -> None:
 
 def test_an_error_ends_its_batch_only(monkeypatch: pytest.MonkeyPatch, stream: CopyStream) -> None:
     """The thread survives an exception, which the ticket reports (sglang#38428)."""
-    real, failures = _host._copy, [OSError("machine check")]
+    real, failures = copy_ranges, [OSError("machine check")]
 
     def fail_once(batch: CopyBatch) -> None:
         if failures:
             raise failures.pop()
         real(batch)
 
-    monkeypatch.setattr(_host, "_copy", fail_once)
+    monkeypatch.setattr(_host, "copy_ranges", fail_once)
     data = np.arange(8, dtype=np.int8)
     out = np.zeros_like(data)
     failed = stream.submit(_batch_of_nothing())
@@ -152,6 +157,86 @@ def test_adjacent_ranges_become_one_copy(
         )
     ).wait()
     assert copies == [(1000, 5000, 30), (1030, 6000, 5), (9000, 6005, 12), (8998, 6003, 7)]
+
+
+def _scattered(count: int, size: int, gap: int) -> tuple[CopyBatch, Bytes, Bytes, Bytes]:
+    """Return pages in random order on both sides, the memory, and what it should hold then."""
+    random = np.random.default_rng(count)
+    source = random.integers(-128, 128, count * (size + gap), dtype=np.int8)
+    found = np.full(count * (size + gap), 77, dtype=np.int8)
+    expected = found.copy()
+    starts, places = (random.permutation(count) * (size + gap) for _ in range(2))
+    for start, place in zip(starts.tolist(), places.tolist(), strict=True):
+        expected[place : place + size] = source[start : start + size]
+    batch = CopyBatch(
+        source.ctypes.data + starts, found.ctypes.data + places, np.full(count, size, np.int64)
+    )
+    return batch, source, found, expected
+
+
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [(16, 1), (500, 7), (200, 4096), (40, 8192), (15, 4096), (30, 8193), (1, 100_000)],
+)
+def test_scattered_pages_arrive_whole(count: int, size: int, stream: CopyStream) -> None:
+    """Pages of any size and number are copied byte for byte, and nothing beside them."""
+    batch, _source, found, expected = _scattered(count, size, gap=5)
+    ticket = stream.submit(batch)
+    ticket.wait()
+    assert ticket.error is None
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_sizes_may_be_mixed(stream: CopyStream) -> None:
+    """Each size of a batch is copied in the way that suits it; the order does not matter."""
+    parts = [_scattered(100, 512, 1), _scattered(50, 640, 3), _scattered(20, 20_000, 9)]
+    order = np.random.default_rng(3).permutation(170)
+    batch = CopyBatch(
+        *(
+            np.concatenate([getattr(part[0], column) for part in parts])[order]
+            for column in ("sources", "destinations", "sizes")
+        )
+    )
+    stream.submit(batch).wait()
+    for _batch_of_part, _source, found, expected in parts:
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "calls"), [(16, 8192, 0), (15, 8192, 15), (16, 8193, 16)]
+)
+def test_many_small_pages_need_no_call_each(
+    count: int, size: int, calls: int, monkeypatch: pytest.MonkeyPatch, stream: CopyStream
+) -> None:
+    """A loop over ranges runs only where ranges are large or few."""
+    made: list[int] = []
+    monkeypatch.setattr(ctypes, "memmove", lambda _to, _source, n: made.append(n))
+    batch, *_memory = _scattered(count, size, gap=1)
+    stream.submit(batch).wait()
+    assert made == [size] * calls
+
+
+def test_what_lies_between_pages_need_not_be_mapped(stream: CopyStream) -> None:
+    """Sources in several mappings are copied at once, and the memory between is not touched."""
+    page, count = mmap.PAGESIZE, 32
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    found = np.zeros(2 * page, dtype=np.int8)
+    with mmap.mmap(-1, 3 * page) as memory:
+        memory[:page], memory[2 * page :] = b"a" * page, b"c" * page
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        assert protect(start + page, page, 0) == 0
+        pieces = np.arange(0, page, page // count, dtype=np.int64)[::-1]
+        ticket = stream.submit(
+            CopyBatch(
+                start + np.concatenate([pieces, 2 * page + pieces]),
+                found.ctypes.data + np.concatenate([page + pieces, pieces]),
+                np.full(2 * count, page // count, dtype=np.int64),
+            )
+        )
+        ticket.wait()
+        assert ticket.error is None
+    assert found.tobytes() == b"c" * page + b"a" * page
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,19 +2,17 @@
 
 The thread that submits owns a stream's queue end and ``_closed``; the stream's own thread takes
 batches from the queue in order and is the only one that writes a ticket's outcome, before it
-sets the ticket's event. ``memmove`` runs without the interpreter lock.
+sets the ticket's event. Bytes move without the interpreter lock.
 """
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import threading
 import time
 from typing import TYPE_CHECKING, Final, final
 
-import numpy as np
-
+from kv_core.device.copy._host_ranges import copy_ranges
 from kv_core.errors import EngineStateError
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ class _HostTicket:
     def run(self) -> None:
         started = time.perf_counter()
         try:
-            _copy(self.batch)
+            copy_ranges(self.batch)
         except BaseException as error:  # noqa: BLE001 - reported through the ticket
             self.error = error
         self.elapsed_seconds = time.perf_counter() - started
@@ -84,32 +82,3 @@ class _HostStream:
     def _run(self) -> None:
         while (ticket := self._queue.get()) is not None:
             ticket.run()
-
-
-def _copy(batch: CopyBatch) -> None:
-    for source, destination, size in _merge_adjacent(batch):
-        ctypes.memmove(destination, source, size)
-
-
-def _merge_adjacent(batch: CopyBatch) -> list[tuple[int, int, int]]:
-    """Join ranges that continue each other on both sides: fewer, larger copies."""
-    sources, destinations, sizes = batch.sources, batch.destinations, batch.sizes
-    if len(sizes) == 0:
-        return []
-    starts = np.empty(len(sizes), dtype=bool)
-    starts[0] = True
-    np.logical_or(
-        sources[:-1] + sizes[:-1] != sources[1:],
-        destinations[:-1] + sizes[:-1] != destinations[1:],
-        out=starts[1:],
-    )
-    first = np.flatnonzero(starts)
-    merged_sizes = np.add.reduceat(sizes, first)
-    return list(
-        zip(
-            sources[first].tolist(),
-            destinations[first].tolist(),
-            merged_sizes.tolist(),
-            strict=True,
-        )
-    )
