@@ -21,6 +21,7 @@ __all__ = [
     "BlockMissingError",
     "BrokenPluginError",
     "ConfigError",
+    "CopyError",
     "DuplicateTierError",
     "EngineStateError",
     "HashSeedError",
@@ -36,6 +37,7 @@ __all__ = [
     "TraceFormatError",
     "UnknownTierError",
     "UnsupportedError",
+    "WorkerError",
 ]
 
 
@@ -273,6 +275,20 @@ class EngineStateError(KVCoreError, RuntimeError):
     code = "KVC601"
 
 
+class CopyError(KVCoreError, RuntimeError):
+    """The driver of a device refused to copy.
+
+    Attributes:
+        error_name: The driver's name for the reason, such as ``CUDA_ERROR_INVALID_VALUE``.
+    """
+
+    code = "KVC602"
+
+    def __init__(self, message: str, *, error_name: str) -> None:
+        super().__init__(message)
+        self.error_name = error_name
+
+
 # -- workload: 7xx ------------------------------------------------------------------------------
 
 
@@ -308,3 +324,17 @@ class RequestTooLargeError(KVCoreError, ValueError):
         self.req_id = req_id
         self.needed_blocks = needed_blocks
         self.pool_blocks = pool_blocks
+
+
+class WorkerError(KVCoreError, RuntimeError):
+    """A worker process of a replay could not start, failed, ended, or did not answer.
+
+    Attributes:
+        rank: The worker, or ``None`` when it is not known which.
+    """
+
+    code = "KVC703"
+
+    def __init__(self, message: str, *, rank: int | None) -> None:
+        super().__init__(message)
+        self.rank = rank

@@ -48,6 +48,13 @@ def replay(
         str, typer.Option(metavar="SIZE", help="Bytes of one GPU block.")
     ] = "4KiB",
     block_size_factor: Annotated[int, typer.Option(help="GPU blocks in one offloaded block.")] = 1,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Ranks, each with a GPU pool and a page of every block; several are processes.",
+        ),
+    ] = 1,
     policy: Annotated[str, typer.Option(help="Eviction policy of the primary tier.")] = "lru",
     max_seqs: Annotated[int, typer.Option(help="Most requests at the same time.")] = 16,
     tokens_per_step: Annotated[int, typer.Option(help="Token budget of one step.")] = 8192,
@@ -87,6 +94,7 @@ def replay(
         gpu_blocks=gpu_blocks,
         block_bytes=parse_bytes(block_bytes, setting="--block-bytes"),
         block_size_factor=block_size_factor,
+        workers=workers,
         policy=policy,
         secondary_tiers=parse_tier_options(tier or ()),
         max_seqs=max_seqs,

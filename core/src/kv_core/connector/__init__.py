@@ -17,6 +17,7 @@ from kv_core.connector._protocol import (
     StepSchedule,
     Transfer,
 )
+from kv_core.connector._role import RegionRole
 from kv_core.connector._scheduler import LoadReport, OffloadingConnectorScheduler
 from kv_core.connector._settings import OffloadingSettings
 from kv_core.connector._specs import (
@@ -39,6 +40,7 @@ __all__ = [
     "OffloadingConnectorScheduler",
     "OffloadingConnectorWorker",
     "OffloadingSettings",
+    "RegionRole",
     "RequestBlocks",
     "ScheduledRequest",
     "StepSchedule",

@@ -32,7 +32,7 @@ from kv_core.engine import (
     OffloadingSpec,
     OffloadingSpecFactory,
 )
-from kv_core.errors import RegionError
+from kv_core.errors import EngineStateError, RegionError
 from kv_core.plugins import TierRegistry, check_tier, open_tier, require_space_limit
 from kv_core.tiering import TieringOffloadingManager, TierMode, TierOptions
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from kv_core.connector._role import RegionRole
     from kv_core.contract import Clock
     from kv_core.device.copy import CopyBackend, HostRegistrar
     from kv_core.engine import LoadStoreSpec, OffloadingConfig, OffloadingHandler, OffloadingManager
@@ -64,7 +65,9 @@ def _host_backend(cpu_tensors: Sequence[npt.NDArray[np.int8]]) -> CopyBackend:  
 class HostBackedSpec(OffloadingSpec):
     """A spec whose primary tier is a shared region of this host.
 
-    Scheduler and worker of one process use one object, and so one region.
+    Scheduler and worker of one process use one object, and so one region. Where they are
+    processes of their own, each has an object with its role: the manager is made in the
+    scheduler's, and the handlers in the workers'.
 
     Attributes:
         settings: What the user wrote, with defaults, and the name of this class as its
@@ -77,16 +80,19 @@ class HostBackedSpec(OffloadingSpec):
         config: OffloadingConfig,
         *,
         slot_freed: Callable[[int], None] | None = None,
-        copy_backend: CopyBackendFactory = _host_backend,
+        copy_backend: CopyBackendFactory | None = None,
         host_registrar: HostRegistrar | None = None,
+        role: RegionRole | None = None,
     ) -> None:
         """Prepare; the region is created when the manager or the handlers are asked for.
 
         Args:
             config: The configuration.
             slot_freed: Called with the id of a slot whose content became meaningless.
-            copy_backend: Makes the copy back end of the worker.
+            copy_backend: Makes the copy back end of the worker; by default one that copies
+                between host memory and host memory.
             host_registrar: Pins the primary tier for the worker's device, if it has one.
+            role: What this process is; by default the scheduler and its only worker.
 
         Raises:
             ConfigError: Settings are missing, unknown or invalid, or sizes do not fit.
@@ -98,8 +104,9 @@ class HostBackedSpec(OffloadingSpec):
         super().__init__(replace(config, extra_config=extra_config))
         self.geometry = PrimaryGeometry.from_config(self.config)
         self._slot_freed = slot_freed
-        self._copy_backend = copy_backend
+        self._copy_backend = copy_backend or _host_backend
         self._host_registrar = host_registrar
+        self._role = role
         self._pinned_rows: PinnedRows | None = None
         self._region: SharedOffloadRegion | None = None
         self._primary_view: PrimaryView | None = None
@@ -108,7 +115,7 @@ class HostBackedSpec(OffloadingSpec):
 
     @property
     def primary_view(self) -> PrimaryView:
-        """The primary tier's memory, created on first use."""
+        """The primary tier's memory, created or attached to on first use."""
         if self._primary_view is None:
             view = self._open_region().create_kv_memoryview()
             self._primary_view = PrimaryView(view, self.geometry.block_bytes)
@@ -116,13 +123,44 @@ class HostBackedSpec(OffloadingSpec):
 
     def _open_region(self) -> SharedOffloadRegion:
         if self._region is None:
-            self._region = SharedOffloadRegion(
-                self.config.engine_id,
-                self.geometry,
-                namespace_fingerprint=self.config.namespace.fingerprint,
-                shm_dir=self.settings.shm_dir,
-            )
+            self._region = self._create_or_attach()
         return self._region
+
+    def _create_or_attach(self) -> SharedOffloadRegion:
+        role, engine_id = self._role, self.config.engine_id
+        fingerprint, shm_dir = self.config.namespace.fingerprint, self.settings.shm_dir
+        if role is None or role.worker is None:
+            return SharedOffloadRegion(
+                engine_id,
+                self.geometry,
+                namespace_fingerprint=fingerprint,
+                nonce=None if role is None else role.nonce,
+                shm_dir=shm_dir,
+                keep_name=role is not None,
+            )
+        return SharedOffloadRegion.attach(
+            engine_id,
+            self.geometry,
+            namespace_fingerprint=fingerprint,
+            nonce=role.nonce,
+            worker=role.worker,
+            shm_dir=shm_dir,
+            deadline_s=role.deadline_s,
+        )
+
+    def wait_until_attached(self, deadline_s: float = 60.0) -> None:
+        """Wait, in the scheduler's process, for all workers to attach to the primary tier.
+
+        Returns at once when called again, and when there are no processes to wait for.
+
+        Args:
+            deadline_s: Seconds to wait; 0 looks once.
+
+        Raises:
+            RegionError: Workers are missing; their ranks are named.
+        """
+        if self._role is not None:
+            self._open_region().wait_until_attached(deadline_s)
 
     @abstractmethod
     def _create_manager(self) -> OffloadingManager:
@@ -133,8 +171,14 @@ class HostBackedSpec(OffloadingSpec):
         """Return the manager, making it on the first call.
 
         Raises:
+            EngineStateError: This is the process of a worker.
             KVCoreError: It cannot be made. What was opened for it is closed again.
         """
+        if self._role is not None and self._role.worker is not None:
+            raise EngineStateError(
+                f"worker {self._role.worker} has no manager: it is in the scheduler's process, "
+                "and there is one for all workers"
+            )
         if self._manager is None:
             try:
                 manager = self._create_manager()
@@ -156,11 +200,17 @@ class HostBackedSpec(OffloadingSpec):
             raise TypeError(
                 f"kv_caches must be CanonicalKVCaches, found {type(kv_caches).__name__}"
             )
+        worker = 0 if self._role is None else self._role.worker
+        if worker is None:
+            raise EngineStateError(
+                "the scheduler's process has no handlers: each worker makes its own, with "
+                "role.of_worker(rank)"
+            )
         if self._handlers is None:
             factor = self.config.block_size_factor
             region = self._open_region()
             cpu_tensors = [
-                region.create_next_view(0, tensor.page_size_bytes * factor)
+                region.create_next_view(worker, tensor.page_size_bytes * factor)
                 for tensor in kv_caches.tensors
             ]
             if self._host_registrar is not None:
@@ -235,8 +285,9 @@ class TieringOffloadingSpec(HostBackedSpec):
         config: OffloadingConfig,
         *,
         slot_freed: Callable[[int], None] | None = None,
-        copy_backend: CopyBackendFactory = _host_backend,
+        copy_backend: CopyBackendFactory | None = None,
         host_registrar: HostRegistrar | None = None,
+        role: RegionRole | None = None,
         registry: TierRegistry | None = None,
         observer: JobObserver | None = None,
         clock: Clock = time.monotonic,
@@ -246,8 +297,10 @@ class TieringOffloadingSpec(HostBackedSpec):
         Args:
             config: The configuration.
             slot_freed: Called with the id of a slot whose content became meaningless.
-            copy_backend: Makes the copy back end of the worker.
+            copy_backend: Makes the copy back end of the worker; by default one that copies
+                between host memory and host memory.
             host_registrar: Pins the primary tier for the worker's device, if it has one.
+            role: What this process is; by default the scheduler and its only worker.
             registry: Where tier types are looked up; by default what is installed.
             observer: Told of every finished job of a tier.
             clock: Monotonic seconds.
@@ -260,6 +313,7 @@ class TieringOffloadingSpec(HostBackedSpec):
             slot_freed=slot_freed,
             copy_backend=copy_backend,
             host_registrar=host_registrar,
+            role=role,
         )
         self._registry = registry
         self._observer = observer

@@ -42,6 +42,8 @@ class ReplayConfig:
         gpu_blocks: Blocks of the GPU pool; one is the null block.
         block_bytes: Bytes of one GPU block.
         block_size_factor: GPU blocks in one offloaded block.
+        workers: Ranks, each with a GPU pool of that size and a page of every block. Several are
+            processes of their own.
         policy: Eviction policy of the primary tier.
         secondary_tiers: Settings of the secondary tiers in lookup order; may be empty.
         max_seqs: Most requests that run or load at the same time; as many may wait.
@@ -50,7 +52,8 @@ class ReplayConfig:
             the replay stands for one prefill-sized step of an engine, during which a decoding
             request gains several tokens.
         max_output_tokens: Longest output; longer ones of the trace are cut.
-        stall_deadline_s: Seconds without any progress after which the replay gives up.
+        stall_deadline_s: Seconds without any progress after which the replay gives up; also those
+            that a worker process may take for one step.
         shm_dir: Folder of the shared region.
         engine_options: Further settings for the offloading engine.
 
@@ -62,6 +65,7 @@ class ReplayConfig:
     gpu_blocks: int = 4096
     block_bytes: int = 4096
     block_size_factor: int = 1
+    workers: int = 1
     policy: str = "lru"
     secondary_tiers: Sequence[Mapping[str, Any]] = ()
     max_seqs: int = 16
@@ -78,6 +82,7 @@ class ReplayConfig:
             ("gpu_blocks", 2),
             ("block_bytes", 1),
             ("block_size_factor", 1),
+            ("workers", 1),
             ("max_seqs", 1),
             ("tokens_per_step", 1),
             ("decode_tokens_per_step", 1),
@@ -109,7 +114,8 @@ class ReplayConfig:
     @property
     def row_bytes(self) -> int:
         """Bytes that one offloaded block takes in the primary tier."""
-        return PrimaryGeometry.stride_of(self.block_bytes * self.block_size_factor, num_workers=1)
+        page_bytes = self.block_bytes * self.block_size_factor
+        return PrimaryGeometry.stride_of(page_bytes, self.workers)
 
     def offloading_config(self, trace: Trace, engine_id: str) -> OffloadingConfig:
         """Describe the replay to the offloading engine.
@@ -143,6 +149,7 @@ class ReplayConfig:
             block_bytes=self.row_bytes,
             tokens_per_hash=trace.block_tokens,
             block_size_factor=self.block_size_factor,
+            tensor_parallel_size=self.workers,
             hash_algorithm="trace-chain",
             hash_seed="0",
         )
@@ -154,5 +161,7 @@ class ReplayConfig:
             tokens_per_cache_block=trace.block_tokens,
             namespace=namespace,
             engine_id=engine_id,
+            num_workers=self.workers,
+            tensor_parallel_size=self.workers,
             extra_config=extra,
         )

@@ -1,7 +1,8 @@
 """The replay engine: schedules, computes by writing, loads, checks.
 
-All state belongs to the thread that calls :meth:`ReplayEngine.run`. Copies and tier I/O happen
-on threads of the connector's worker and of the tiers.
+All state belongs to the thread that calls :meth:`ReplayEngine.run`. Tier I/O happens on threads of
+the tiers, and copies on threads of the worker; several workers are processes of their own, which
+follow step by step.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_core.connector import (
     OffloadingConnectorScheduler,
-    OffloadingConnectorWorker,
+    RegionRole,
     ScheduledRequest,
     StepSchedule,
     TieringOffloadingSpec,
 )
-from kv_core.device import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kv_core.device.copy import host_registrar_of
 from kv_core.errors import RequestTooLargeError
 from kv_core.keys import make_offload_key
-from kv_core.workload._checker import BlockChecker
 from kv_core.workload._content import POISON_BYTE
 from kv_core.workload.replay._measurements import Measurements
 from kv_core.workload.replay._memory import open_gpu_memory
 from kv_core.workload.replay._pool import GpuBlockPool
-from kv_core.workload.replay._report import ReplayReport
+from kv_core.workload.replay._processes import WorkerProcesses
+from kv_core.workload.replay._report import ReplayReport, WorkerSummary
 from kv_core.workload.replay._request import ReplayRequest, Status
+from kv_core.workload.replay._worker import StepOrders, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from kv_core.workload._trace import Trace
     from kv_core.workload.replay._config import ReplayConfig
     from kv_core.workload.replay._memory import GpuMemory
+    from kv_core.workload.replay._worker import WorkerGroup
 
 __all__ = ["ReplayEngine", "replay_trace"]
 
@@ -66,6 +68,7 @@ def replay_trace(
 
     Raises:
         RequestTooLargeError: A request does not fit the GPU pool.
+        WorkerError: A worker process could not start, died or does not answer.
         KVCoreError: A tier cannot be opened, or memory is lacking.
     """
     engine = ReplayEngine(trace, config, registry=registry)
@@ -115,18 +118,20 @@ class ReplayEngine:
         registry: TierRegistry | None = None,
         memory: GpuMemory | None = None,
     ) -> None:
-        """Build the whole engine: pool, region, tiers, connector.
+        """Build the whole engine: pool, region, tiers, connector, workers.
 
         Args:
             trace: The requests.
             config: Sizes and limits.
             registry: Where tier types are looked up; by default what is installed.
-            memory: Pages of the GPU pool, as many and as large as the config says; by default
-                on a CUDA device if there is one, else in host memory.
+            memory: Pages of the GPU pool of a single worker, as many and as large as the config
+                says; by default on a CUDA device if there is one, else in host memory.
 
         Raises:
             RequestTooLargeError: A request does not fit the GPU pool.
             ConfigError: The GPU pool does not fit into memory, or a setting is wrong.
+            WorkerError: A worker process could not start.
+            ValueError: There is memory for one worker, and the config has several.
             KVCoreError: A tier cannot be opened, or memory is lacking.
         """
         self._trace = trace
@@ -135,35 +140,38 @@ class ReplayEngine:
         self._refuse_requests_too_large()
         self._measurements = Measurements(config.row_bytes)
         self._stopwatch = self._measurements.stopwatch
-        self._checker = BlockChecker()
-        # Before the pool's books, which grow with the number of blocks as well.
-        self._memory = memory or open_gpu_memory(config.gpu_blocks, config.block_bytes)
+        if config.workers > 1 and memory is not None:
+            raise ValueError(f"memory for one worker was given, and there are {config.workers}")
+        if config.workers == 1 and memory is None:
+            # Before the pool's books, which grow with the number of blocks as well.
+            memory = open_gpu_memory(config.gpu_blocks, config.block_bytes)
         self._pool = GpuBlockPool(config.gpu_blocks)
         self._poison = bytes([POISON_BYTE]) * config.row_bytes
         engine_id = f"replay-{os.getpid()}-{time.monotonic_ns()}"
         offloading = config.offloading_config(trace, engine_id)
+        role = RegionRole.of_scheduler()
         spec = TieringOffloadingSpec(
             offloading,
             registry=registry,
             observer=self._measurements,
             slot_freed=self._poison_slot,
-            copy_backend=self._memory.copy_backend,
-            host_registrar=host_registrar_of(self._memory.tensor),
+            copy_backend=None if memory is None else memory.copy_backend,
+            host_registrar=None if memory is None else host_registrar_of(memory.tensor),
+            role=role if memory is None else None,
         )
         self._spec = spec
         try:
             self._manager = spec.get_manager()
             self._primary = spec.primary_view
             self._scheduler = OffloadingConnectorScheduler(offloading, self._manager)
-            self._worker = OffloadingConnectorWorker(
-                spec, transfer_finished=self._measurements.transfer_finished
-            )
-            self._worker.register_kv_caches(
-                CanonicalKVCaches(
-                    tensors=(CanonicalKVCacheTensor(self._memory.tensor, config.block_bytes),),
-                    group_data_refs=((CanonicalKVCacheRef(0, config.block_bytes),),),
+            if memory is not None:
+                self._workers: WorkerGroup = Worker(
+                    spec, memory, config.block_bytes, stopwatch=self._stopwatch
                 )
-            )
+            else:
+                self._workers = WorkerProcesses(
+                    config, offloading, role, spec.wait_until_attached, self._stopwatch
+                )
         except BaseException as error:
             _let_go(error)
             spec.shutdown()
@@ -173,6 +181,7 @@ class ReplayEngine:
             trace=trace.name,
             requests=len(trace.requests),
             hits=dict.fromkeys(("gpu", "cpu", *tier_names), 0),
+            workers=[WorkerSummary(device) for device in self._workers.devices],
         )
         self._source: Iterator[ReplayRequest] = (
             ReplayRequest(request, trace.block_tokens, config.max_output_tokens)
@@ -289,25 +298,24 @@ class ReplayEngine:
             if not step.scheduled and not self._loading and not self._running:
                 self._break_deadlock(step)
             metadata = self._scheduler.build_connector_meta(self._schedule_of(step))
-        with self._stopwatch.measure("starting transfers"):
-            self._worker.handle_preemptions(metadata)
-        with self._stopwatch.measure("poisoning"):
-            # Nothing that was there may pass for what a load or the prefill brings.
-            self._memory.poison(step.allocated)
-        with self._stopwatch.measure("starting transfers"):
-            self._worker.start_load_kv(metadata)
-        with self._stopwatch.measure("writing prefill"):
-            for request, tokens in step.scheduled:
-                self._compute(request, tokens)
+            fill = [
+                block
+                for request, tokens in step.scheduled
+                for block in self._complete_blocks(request, tokens)
+            ]
+        outcome = self._workers.run_step(StepOrders(metadata, tuple(step.allocated), tuple(fill)))
+        for transfer in outcome.transfers:
+            self._measurements.transfer_finished(transfer)
         with self._stopwatch.measure("finishing transfers"):
-            output = self._worker.get_finished()
-            loads = self._scheduler.update_connector_output(output)
+            loads = self._scheduler.update_connector_output(outcome.output)
         self._finish_loads(loads)
         self._finish_requests(step)
         self._note_peaks()
         self._report.steps += 1
         return bool(
-            step.scheduled or output.finished or self._measurements.jobs_finished > jobs_before
+            step.scheduled
+            or outcome.output.finished
+            or self._measurements.jobs_finished > jobs_before
         )
 
     @staticmethod
@@ -464,14 +472,14 @@ class ReplayEngine:
 
     # -- the forward pass -----------------------------------------------------------------------
 
-    def _compute(self, request: ReplayRequest, tokens: int) -> None:
-        """Write the prompt blocks that this step completes."""
+    def _complete_blocks(self, request: ReplayRequest, tokens: int) -> Iterator[tuple[int, bytes]]:
+        """Take note of what this step computes, and yield the prompt blocks it is to write."""
         before = request.computed_tokens
         after = before + tokens
         size = self._tokens_per_block
         for index in range(before // size, min(after // size, len(request.block_hashes))):
             block_hash, block_id = request.block_hashes[index], request.block_ids[index]
-            self._memory.fill(block_id, make_offload_key(block_hash, 0))
+            yield block_id, make_offload_key(block_hash, 0)
             self._pool.register(block_id, block_hash)
         request.computed_tokens = after
         request.output_tokens = max(request.output_tokens, after - request.num_prompt_tokens)
@@ -505,13 +513,19 @@ class ReplayEngine:
         return [levels[index // factor - first] for index in range(start, stop)]
 
     def _verify(self, request: ReplayRequest, start: int, levels: list[str]) -> None:
-        for index, level in enumerate(levels, start):
-            block_hash, block_id = request.block_hashes[index], request.block_ids[index]
-            key = make_offload_key(block_hash, 0)
-            wrong = self._checker.count_wrong_bytes(key, self._memory.read(block_id))
-            self._report.blocks_verified += 1
+        blocks = [
+            (request.block_ids[index], make_offload_key(request.block_hashes[index], 0))
+            for index in range(start, start + len(levels))
+        ]
+        wrong_by_worker = self._workers.count_wrong_bytes(blocks)
+        self._report.blocks_verified += len(blocks)
+        for worker, counts in zip(self._report.workers, wrong_by_worker, strict=True):
+            worker.blocks_verified += len(counts)
+            worker.bytes_wrong += sum(counts)
+        wrong_by_block = [sum(counts) for counts in zip(*wrong_by_worker, strict=True)]
+        for index, (level, wrong) in enumerate(zip(levels, wrong_by_block, strict=True), start):
             if not wrong:
-                self._pool.register(block_id, block_hash)
+                self._pool.register(request.block_ids[index], request.block_hashes[index])
                 continue
             self._report.bytes_wrong += wrong
             by_level = self._report.bytes_wrong_by_level
@@ -554,6 +568,6 @@ class ReplayEngine:
 
     def shutdown(self) -> None:
         """Release workers, tiers and memory. Idempotent."""
-        self._worker.shutdown()
+        self._workers.shutdown()
         self._scheduler.shutdown()
         self._spec.shutdown()

@@ -110,14 +110,20 @@ class TorchGpuMemory:
         return self._host
 
 
-def open_gpu_memory(num_blocks: int, block_bytes: int) -> GpuMemory:
+def open_gpu_memory(num_blocks: int, block_bytes: int, *, rank: int | None = None) -> GpuMemory:
     """Allocate a pool: a CUDA tensor when torch sees a device, else host memory.
+
+    Args:
+        num_blocks: Blocks of the pool.
+        block_bytes: Bytes of one block.
+        rank: Makes the device of this rank the process's current one first; ranks share devices
+            if there are fewer. By default the current device is used.
 
     Raises:
         ConfigError: There is not so much memory.
     """
     try:
-        return _allocate(num_blocks, block_bytes)
+        return _allocate(num_blocks, block_bytes, rank)
     except (MemoryError, OverflowError, ValueError, RuntimeError) as error:
         # numpy has the first three, by how far the size is out of bounds; torch has the last.
         raise ConfigError(
@@ -127,7 +133,7 @@ def open_gpu_memory(num_blocks: int, block_bytes: int) -> GpuMemory:
         ) from error
 
 
-def _allocate(num_blocks: int, block_bytes: int) -> GpuMemory:
+def _allocate(num_blocks: int, block_bytes: int, rank: int | None) -> GpuMemory:
     # Importing torch takes seconds, so a machine without a device does not.
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return HostGpuMemory(num_blocks, block_bytes)
@@ -136,5 +142,7 @@ def _allocate(num_blocks: int, block_bytes: int) -> GpuMemory:
     except ImportError:
         return HostGpuMemory(num_blocks, block_bytes)
     if torch.cuda.is_available():
+        if rank is not None:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         return TorchGpuMemory(num_blocks, block_bytes, "cuda")
     return HostGpuMemory(num_blocks, block_bytes)

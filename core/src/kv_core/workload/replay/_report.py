@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["LatencySummary", "ReplayReport", "Stopwatch"]
+__all__ = ["LatencySummary", "ReplayReport", "Stopwatch", "WorkerSummary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,21 @@ class LatencySummary:
         return cls(len(seconds), p50, p90, p99, max(seconds))
 
 
+@dataclass(slots=True)
+class WorkerSummary:
+    """What one worker verified.
+
+    Attributes:
+        device: Where its GPU pool was.
+        blocks_verified: Its pages of blocks that loads delivered, compared.
+        bytes_wrong: Bytes of them that differed.
+    """
+
+    device: str
+    blocks_verified: int = 0
+    bytes_wrong: int = 0
+
+
 @dataclass(slots=True, kw_only=True)
 class ReplayReport:
     """The outcome of one replay; :meth:`to_json` is what ``kv-core replay --json`` writes.
@@ -49,10 +64,11 @@ class ReplayReport:
             ``gpu`` (reused), ``cpu``, and each tier by name (loaded).
         misses: Prompt blocks that had to be computed.
         blocks_verified: Blocks that loads delivered and the checker compared.
-        bytes_wrong: Bytes that differed.
+        bytes_wrong: Bytes that differed, on all workers.
         bytes_wrong_by_level: The same by the level that delivered them.
+        workers: What each worker verified, in rank order.
         bytes_moved: Bytes by hop, ``gpu_to_cpu``, ``cpu_to_gpu``, ``cpu_to_TIER``,
-            ``TIER_to_cpu``.
+            ``TIER_to_cpu``; those of all workers together.
         latency_seconds: Latency of the jobs of each hop.
         peaks: Largest number of requests running, waiting, loading, and of jobs in flight.
         stores_declined: Offers of blocks that found no room.
@@ -77,6 +93,7 @@ class ReplayReport:
     blocks_verified: int = 0
     bytes_wrong: int = 0
     bytes_wrong_by_level: dict[str, int] = field(default_factory=dict)
+    workers: list[WorkerSummary] = field(default_factory=list)
     bytes_moved: dict[str, int] = field(default_factory=dict)
     latency_seconds: dict[str, LatencySummary] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
@@ -104,7 +121,14 @@ class ReplayReport:
             levels = ", ".join(
                 f"{wrong} from {level}" for level, wrong in self.bytes_wrong_by_level.items()
             )
-            problems.append(f"{self.bytes_wrong} byte(s) of loaded blocks are wrong ({levels})")
+            workers = "".join(
+                f"; {worker.bytes_wrong} on worker {rank}"
+                for rank, worker in enumerate(self.workers)
+                if worker.bytes_wrong and len(self.workers) > 1
+            )
+            problems.append(
+                f"{self.bytes_wrong} byte(s) of loaded blocks are wrong ({levels}{workers})"
+            )
         if self.requests_finished != self.requests:
             unfinished = self.requests - self.requests_finished
             problems.append(f"{unfinished} of {self.requests} requests did not finish")
