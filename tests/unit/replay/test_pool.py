@@ -143,3 +143,32 @@ def test_blocks_are_never_lost_nor_shared_by_accident(
         pool.release(block_ids)
     assert pool.num_free == num_blocks
     assert sorted(pool.allocate(num_blocks) or []) == list(range(1, num_blocks + 1))
+
+
+def test_the_free_queue_can_be_walked_in_the_order_of_reuse() -> None:
+    """Content that was released is behind what never held anything, a prefix tail first."""
+    pool = GpuBlockPool(6)
+    a, ab, abc = _filled(pool, "abc")
+    order = []
+    block_id = pool.first_free()
+    while block_id is not None:
+        order.append(block_id)
+        block_id = pool.next_free(block_id)
+    assert order == [4, 5, abc, ab, a]
+    assert pool.block_key(4) is None
+    assert pool.block_key(ab) == b"ab" + bytes(4)
+    assert pool.allocate(5) == order
+    assert pool.first_free() is None
+
+
+def test_blocks_can_be_released_to_where_they_were() -> None:
+    """Blocks that were held for a moment at the head of the queue are not younger for it."""
+    pool = GpuBlockPool(6)
+    a, ab, abc = _filled(pool, "abc")
+    assert pool.allocate(2) == [4, 5]
+    pool.acquire([ab, abc])
+    assert not pool.is_free(abc)
+    pool.release([ab, abc], to_front=True)
+    assert pool.is_free(abc)
+    assert pool.match_prefix(_hashes("abc")) == [a, ab, abc]
+    assert pool.allocate(3) == [abc, ab, a]

@@ -48,8 +48,8 @@ class GpuBlockPoolView(Protocol):
 
         Args:
             block_ids: Blocks in prefix order: the last is handed out before the first.
-            to_front: Put them before all free blocks, in the given order, and not behind them:
-                they are as close to being handed out as before :meth:`acquire`.
+            to_front: Put them before all free blocks and not behind them: they are as close to
+                being handed out as before :meth:`acquire`.
         """
 
 

@@ -185,6 +185,8 @@ class StoreBook:
         share = (self._gpu.num_free + in_flight) // 2 - in_flight
         limit = max(0, min(share, self._cpu.num_available))
         taken = self._queue.take(limit, lambda key: not self._cpu.is_known(key))
+        # Of a prefix, the queue has the tail first.
+        taken.reverse()
         keys = tuple(key for _, key in taken)
         transfer = TransferMeta(
             tuple(block_id for block_id, _ in taken), tuple(self._cpu.reserve(keys))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, final
+
+from kv_core.keys import make_offload_key
+from kv_core.workload.replay._free_queue import FreeQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from kv_core.keys import OffloadKey
 
 __all__ = ["NULL_BLOCK", "GpuBlockPool"]
 
@@ -19,7 +23,8 @@ class GpuBlockPool:
     """Block ids, their users, and which of them hold which prefix block.
 
     A block that nobody uses keeps its content and can be found by hash until it is handed out
-    again, least recently freed first.
+    again, least recently freed first. Implements ``kv_core.simple.GpuBlockPoolView``; all blocks
+    are of one KV cache group.
 
     Attributes:
         num_blocks: Blocks that can be handed out; the null block is not among them.
@@ -27,7 +32,7 @@ class GpuBlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks - 1
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._free = FreeQueue(num_blocks)
         self._users = [0] * num_blocks
         self._block_by_hash: dict[bytes, int] = {}
         self._hash_by_block: dict[int, bytes] = {}
@@ -51,7 +56,7 @@ class GpuBlockPool:
         """Use blocks that hold reusable content."""
         for block_id in block_ids:
             if self._users[block_id] == 0:
-                del self._free[block_id]
+                self._free.remove(block_id)
             self._users[block_id] += 1
 
     def allocate(self, count: int) -> list[int] | None:
@@ -60,7 +65,7 @@ class GpuBlockPool:
             return None
         block_ids = []
         for _ in range(count):
-            block_id, _ = self._free.popitem(last=False)
+            block_id = self._free.pop()
             block_hash = self._hash_by_block.pop(block_id, None)
             if block_hash is not None:
                 del self._block_by_hash[block_hash]
@@ -68,15 +73,43 @@ class GpuBlockPool:
             block_ids.append(block_id)
         return block_ids
 
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Stop using blocks, the tail of the prefix first: it is the first to be handed out."""
+    def release(self, block_ids: Sequence[int], *, to_front: bool = False) -> None:
+        """Stop using blocks, the tail of the prefix first: it is the first to be handed out.
+
+        Args:
+            block_ids: Blocks, in prefix order.
+            to_front: Let them be handed out before all other free blocks.
+        """
+        freed = []
         for block_id in reversed(block_ids):
             self._users[block_id] -= 1
             if self._users[block_id] == 0:
-                self._free[block_id] = None
+                freed.append(block_id)
+        if to_front:
+            self._free.extend_front(freed)
+        else:
+            for block_id in freed:
+                self._free.append(block_id)
 
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Make the content of a block findable. The first block with a hash keeps it."""
         if block_hash not in self._block_by_hash and block_id not in self._hash_by_block:
             self._block_by_hash[block_hash] = block_id
             self._hash_by_block[block_id] = block_hash
+
+    def first_free(self) -> int | None:
+        """Return the block that is handed out next; ``None`` when none is free."""
+        return self._free.first()
+
+    def next_free(self, block_id: int) -> int | None:
+        """Return the block that is handed out after a free one; ``None`` after the last."""
+        return self._free.after(block_id)
+
+    def is_free(self, block_id: int) -> bool:
+        """Say whether nobody uses a block."""
+        return block_id in self._free
+
+    def block_key(self, block_id: int) -> OffloadKey | None:
+        """Return what can be found in a block, or ``None``."""
+        block_hash = self._hash_by_block.get(block_id)
+        return None if block_hash is None else make_offload_key(block_hash, 0)
