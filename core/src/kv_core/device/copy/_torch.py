@@ -1,7 +1,7 @@
 """Copies through torch, one ``copy_`` per range: works for every device torch knows.
 
-Used for CUDA memory until a faster back end takes over; exercised with CPU tensors in the
-tests, and not yet run on real CUDA hardware. All state belongs to the worker's thread.
+The fallback for device memory that no faster back end knows; exercised with CPU tensors in the
+tests, and not yet run on real hardware. All state belongs to the worker's thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 
 from kv_core.device._canonical import tensor_address
+from kv_core.device._streams import OrderedStream
 from kv_core.errors import EngineStateError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kv_core.device.copy._protocol import CopyBatch, CopyStream
+    from kv_core.device.copy._protocol import CopyBatch, CopyStream, CopyTicket
 
 __all__ = ["TorchCopyBackend"]
 
@@ -100,43 +101,28 @@ def _extent(tensor: torch.Tensor) -> int:
 class _TorchStream:
     def __init__(self, memory: _Memory, cuda_device: torch.device | None) -> None:
         self._memory: _Memory | None = memory
-        self._stream: Any = None
+        self._stream: OrderedStream | None = None
         if cuda_device is not None:
-            self._stream = _cuda().Stream(device=cuda_device)
+            import torch
 
-    def submit(self, batch: CopyBatch) -> _TorchTicket:
+            self._stream = OrderedStream(torch.cuda, cuda_device)
+
+    def submit(self, batch: CopyBatch) -> CopyTicket:
         if self._memory is None:
             raise EngineStateError("the copy stream is closed")
         sources = self._memory.ranges(batch.sources, batch.sizes)
         destinations = self._memory.ranges(batch.destinations, batch.sizes)
-        ticket = _TorchTicket()
-        if self._stream is None:
-            _copy_all(sources, destinations)
-            ticket.end()
-            return ticket
-        cuda = _cuda()
-        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        # After the writers of the source and the readers of the destination.
-        self._stream.wait_stream(cuda.current_stream(self._stream.device))
-        with cuda.stream(self._stream):
-            start.record()
-            _copy_all(sources, destinations)
-            end.record()
-        ticket.follow(start, end)
-        return ticket
+        if self._stream is not None:
+            return self._stream.run(lambda _stream: _copy_all(sources, destinations))
+        started = time.perf_counter()
+        _copy_all(sources, destinations)
+        return _EndedTicket(time.perf_counter() - started)
 
     def close(self) -> None:
         if self._stream is not None:
-            self._stream.synchronize()
+            self._stream.close()
         # Its tensors are exports of the shared region, which could not be unmapped while they live.
         self._memory = None
-
-
-def _cuda() -> Any:
-    """Return ``torch.cuda``, most of which has no types."""
-    import torch
-
-    return torch.cuda
 
 
 def _copy_all(sources: list[torch.Tensor], destinations: list[torch.Tensor]) -> None:
@@ -145,31 +131,15 @@ def _copy_all(sources: list[torch.Tensor], destinations: list[torch.Tensor]) -> 
 
 
 @final
-class _TorchTicket:
-    """The outcome of a batch: known at once on the CPU, through events on CUDA."""
+class _EndedTicket:
+    """The outcome of copies that ended before ``submit`` returned."""
 
-    def __init__(self) -> None:
+    def __init__(self, elapsed_seconds: float) -> None:
+        self.elapsed_seconds = elapsed_seconds
         self.error: BaseException | None = None
-        self._started = time.perf_counter()
-        self._elapsed_seconds = 0.0
-        self._events: tuple[Any, Any] | None = None
-
-    def end(self) -> None:
-        self._elapsed_seconds = time.perf_counter() - self._started
-
-    def follow(self, start: Any, end: Any) -> None:
-        self._events = (start, end)
 
     def done(self) -> bool:
-        return self._events is None or bool(self._events[1].query())
+        return True
 
     def wait(self) -> None:
-        if self._events is not None:
-            self._events[1].synchronize()
-
-    @property
-    def elapsed_seconds(self) -> float:
-        if self._events is None:
-            return self._elapsed_seconds
-        start, end = self._events
-        return float(start.elapsed_time(end)) / 1000
+        pass

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, final
 
 import numpy as np
 
-from kv_core.device.copy import HostCopyBackend, TorchCopyBackend
+from kv_core.device.copy import HostCopyBackend, choose_backend
 from kv_core.errors import ConfigError
 from kv_core.workload._content import POISON_BYTE, fill_block
 
@@ -87,10 +87,8 @@ class TorchGpuMemory:
         self._host = memoryview(self._scratch.numpy()).cast("B")
 
     def copy_backend(self, cpu_tensors: Sequence[npt.NDArray[np.int8]]) -> CopyBackend:
-        """Return the torch back end over the pool and the primary tier."""
-        import torch
-
-        return TorchCopyBackend([self.tensor, *map(torch.from_numpy, cpu_tensors)])
+        """Return the best back end for the device of the pool."""
+        return choose_backend([self.tensor], cpu_tensors)
 
     def fill(self, block_id: int, key: bytes) -> None:
         """Write the content of a block, by way of host memory."""
