@@ -125,6 +125,12 @@ class CanonicalKVCaches:
 
     def __post_init__(self) -> None:
         for group_idx, refs in enumerate(self.group_data_refs):
+            indices = [ref.tensor_idx for ref in refs]
+            if len(set(indices)) < len(indices):
+                raise ValueError(
+                    f"group {group_idx} refers to the tensors {indices}; each once is enough, and "
+                    "more would copy the same bytes at the same time"
+                )
             for ref in refs:
                 if not 0 <= ref.tensor_idx < len(self.tensors):
                     raise ValueError(
