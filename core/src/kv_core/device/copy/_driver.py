@@ -190,8 +190,9 @@ class CudaDriver:
             stream,
         )
         if code != _SUCCESS:
-            place = f" at range {failed_copy.value}" if failed_copy.value != _NO_INDEX else ""
-            self._check("cuMemcpyBatchAsync", code, f"{place} of {count}")
+            is_known = failed_copy.value != _NO_INDEX
+            place = f"range {failed_copy.value} of {count}" if is_known else f"{count} range(s)"
+            self._check("cuMemcpyBatchAsync", code, f" at {place}")
 
     def copy_each(self, batch: CopyBatch, stream: int) -> None:
         """Queue the copies of a batch one by one.
