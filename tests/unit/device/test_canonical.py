@@ -105,6 +105,12 @@ def test_references_stay_within_the_page(page_size_bytes: int) -> None:
         )
 
 
+def test_a_group_refers_to_a_tensor_once() -> None:
+    """Twice would copy the same bytes twice, at the same time."""
+    with pytest.raises(ValueError, match=r"group 0 refers to the tensors \[0, 0\]"):
+        CanonicalKVCaches((_tensor(),), ((CanonicalKVCacheRef(0, 16), CanonicalKVCacheRef(0, 8)),))
+
+
 @pytest.mark.torch
 def test_torch_tensors_obey_the_same_rules() -> None:
     """The element type, the dimensions and the strides are checked for torch as for numpy."""

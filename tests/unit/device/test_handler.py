@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from kv_core.device import CpuGpuOffloadingHandlers, OffloadingWorker
+from kv_core.device import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CpuGpuOffloadingHandlers,
+    OffloadingWorker,
+)
 from kv_core.engine import CPULoadStoreSpec, GPULoadStoreSpec
 from kv_core.errors import EngineStateError
 
 if TYPE_CHECKING:
-    from tests.unit.device.conftest import Layout, ManualBackend, Memory, OpenHandlers
+    from tests.unit.device.conftest import (
+        Layout,
+        ManualBackend,
+        ManualStream,
+        ManualTicket,
+        Memory,
+        OpenHandlers,
+    )
+
+    from kv_core.device.copy import CopyBatch
 
 
 def _store(gpu_ids: list[int], cpu_ids: list[int]) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
@@ -224,3 +241,118 @@ def test_a_refused_transfer_is_a_failed_submit_of_the_worker(
     assert worker.transfer_async(2, _store([7], [0]))
     worker.wait([1, 2])
     assert [(result.job_id, result.success) for result in worker.get_finished()] == [(2, True)]
+
+
+class RefusingStream:
+    """Refuses what it is told to, as a driver without resources does."""
+
+    def __init__(self, real: ManualStream) -> None:
+        self.real = real
+        self.refuses = False
+        self.close_error: Exception | None = None
+
+    def submit(self, batch: CopyBatch) -> ManualTicket:
+        """Refuse, or keep the batch."""
+        if self.refuses:
+            raise OSError("out of resources")
+        return self.real.submit(batch)
+
+    def close(self) -> None:
+        """End everything, perhaps badly."""
+        self.real.close()
+        if self.close_error is not None:
+            raise self.close_error
+
+
+class RefusingBackend:
+    """Opens streams that may refuse; or does not open them."""
+
+    name = "refusing"
+
+    def __init__(self, manual: ManualBackend) -> None:
+        self.manual = manual
+        self.streams: dict[str, RefusingStream] = {}
+        self.refuses_streams: set[str] = set()
+
+    def open_stream(self, name: str) -> RefusingStream:
+        """Open a stream."""
+        if name in self.refuses_streams:
+            raise OSError("no more streams")
+        self.streams[name] = RefusingStream(self.manual.open_stream(name))
+        return self.streams[name]
+
+
+@pytest.fixture
+def refusing(manual: ManualBackend) -> RefusingBackend:
+    """Return a back end that refuses when told to."""
+    return RefusingBackend(manual)
+
+
+def test_a_transfer_that_the_back_end_refuses_is_a_failed_result(
+    open_handlers: OpenHandlers,
+    memory: Memory,
+    refusing: RefusingBackend,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is reported in its turn, the reason is logged, and later transfers are unharmed."""
+    handler = open_handlers(memory, refusing).gpu_to_cpu
+    stream = refusing.streams["gpu-to-cpu"]
+    handler.transfer_async(1, _store([1], [0]))
+    stream.refuses = True
+    with caplog.at_level(logging.ERROR, logger="kv_core"):
+        assert handler.transfer_async(2, _store([2], [1]))
+    stream.refuses = False
+    handler.transfer_async(3, _store([3], [2]))
+    assert handler.get_finished() == []
+    handler.wait([1, 2, 3])
+    results = handler.get_finished()
+    assert [(result.job_id, result.success) for result in results] == [
+        (1, True),
+        (2, False),
+        (3, True),
+    ]
+    assert (results[1].transfer_size, results[1].transfer_time) == (0, 0.0)
+    assert "transfer 2 (GPU to CPU) was refused" in caplog.text
+    assert "out of resources" in caplog.text
+
+
+def test_a_stream_that_ends_badly_does_not_stop_the_shutdown(
+    open_handlers: OpenHandlers,
+    memory: Memory,
+    refusing: RefusingBackend,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The region must still be unmapped, so its memory is let go of."""
+    handler = open_handlers(memory, refusing).gpu_to_cpu
+    refusing.streams["gpu-to-cpu"].close_error = RuntimeError("the device is lost")
+    with caplog.at_level(logging.ERROR, logger="kv_core"):
+        handler.shutdown()
+    assert "the stream GPU to CPU ended badly" in caplog.text
+    refusing.streams["gpu-to-cpu"].close_error = None
+
+
+def test_a_direction_that_cannot_be_opened_leaves_no_stream(
+    memory: Memory, refusing: RefusingBackend, manual: ManualBackend
+) -> None:
+    """The first direction's stream is closed again."""
+    refusing.refuses_streams = {"cpu-to-gpu"}
+    caches = memory.kv_caches(memory.gpu_tensors())
+    with pytest.raises(OSError, match="no more streams"):
+        CpuGpuOffloadingHandlers(caches, memory.cpu_tensors(), 1, refusing)
+    assert manual.streams["gpu-to-cpu"].closed
+
+
+def test_a_shut_down_handler_holds_no_memory(
+    open_handlers: OpenHandlers, manual: ManualBackend
+) -> None:
+    """Neither the region, which could not be unmapped, nor the GPU's pages."""
+    gpu, cpu = (np.zeros((4, 8), dtype=np.int8) for _ in range(2))
+    caches = CanonicalKVCaches((CanonicalKVCacheTensor(gpu, 8),), ((CanonicalKVCacheRef(0, 8),),))
+    handlers = CpuGpuOffloadingHandlers(caches, [cpu], 1, manual)
+    references = [weakref.ref(gpu), weakref.ref(cpu)]
+    handlers.gpu_to_cpu.transfer_async(1, _store([1], [0]))
+    del gpu, cpu, caches
+    handlers.gpu_to_cpu.shutdown()
+    handlers.cpu_to_gpu.shutdown()
+    assert [reference() for reference in references] == [None, None]
+    assert [result.job_id for result in handlers.gpu_to_cpu.get_finished()] == [1]
