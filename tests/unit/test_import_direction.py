@@ -43,7 +43,7 @@ DIRECT: Final[dict[str, set[str]]] = {
     "simple": {"cpu", "device"},
     "connector": {"device", "tiering"},
     "vllm": {"connector", "model_identity", "simple"},
-    "workload": {"connector"},
+    "workload": {"connector", "simple"},
     "cli": {"model_identity", "workload"},
     "__main__": {"cli"},
 }

@@ -246,7 +246,7 @@ def test_the_restart_gets_the_same_options(
     options = [f"--tier={tier}" for tier in tiers]
     options += ["--cpu-bytes=1MB", "--gpu-blocks=20", "--block-bytes=512", "--policy=arc"]
     options += ["--block-size-factor=2", "--max-seqs=3", "--tokens-per-step=99", "--seed=-4"]
-    options += ["--limit=3"]
+    options += ["--limit=3", "--mode=offloading", "--workers=1"]
     report = ["--quiet", "--restart", f"--json={tmp_path}/r.json"]
     assert run_replay(*options, *report, str(trace_file))[0] == 0
     shm = f"--shm-dir={tmp_path}/shm"

@@ -40,6 +40,13 @@ def replay(
             help="A secondary tier, in lookup order; repeatable. Also a JSON object.",
         ),
     ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="What is below the GPU: offloading (CPU memory and tiers), simple-eager or "
+            "simple-lazy (CPU memory only).",
+        ),
+    ] = "offloading",
     cpu_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Size of the primary tier in CPU memory.")
     ] = "64MiB",
@@ -90,6 +97,7 @@ def replay(
 
     registry: TierRegistry = context.obj
     config = ReplayConfig(
+        mode=mode,
         cpu_bytes=parse_bytes(cpu_bytes, setting="--cpu-bytes"),
         gpu_blocks=gpu_blocks,
         block_bytes=parse_bytes(block_bytes, setting="--block-bytes"),

@@ -19,7 +19,9 @@ class FreeQueueCursor:
 
     Blocks before the cursor need nothing: they hold nothing that has a name, or CPU memory has
     it. They are counted, so that a step looks only at as many new ones as left the head of the
-    queue. Blocks that are being stored have left the queue for the time, and return to its head.
+    queue. Blocks that are being stored have left the queue for the time, and return to its head;
+    they are of no use to the next step, so the slower copies are, the further ahead of eviction
+    blocks are taken.
     """
 
     def __init__(self, pool: GpuBlockPoolView, target_free: int) -> None:
@@ -27,7 +29,7 @@ class FreeQueueCursor:
 
         Args:
             pool: The pool with the queue.
-            target_free: Blocks at the head of the queue that need nothing, or are being stored.
+            target_free: Blocks at the head of the queue that ought to need nothing.
         """
         self._pool = pool
         self._target_free = target_free
@@ -67,7 +69,7 @@ class FreeQueueCursor:
             self._restart()
         taken: list[tuple[int, OffloadKey]] = []
         last = self._cursor
-        while len(self._ready) + len(self._being_stored) < self._target_free:
+        while len(self._ready) + len(taken) < self._target_free:
             block_id = pool.first_free() if last is None else pool.next_free(last)
             if block_id is None:
                 break

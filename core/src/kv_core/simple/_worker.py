@@ -103,7 +103,11 @@ class SimpleCPUOffloadWorker:
     def handle_preemptions(self) -> None:
         """Finish the transfers of earlier steps if the step needs what they hold."""
         if self._metadata.need_flush:
-            self._registered().flush()
+            self.flush()
+
+    def flush(self) -> None:
+        """Block until every transfer that was launched has ended."""
+        self._registered().flush()
 
     def start_load_kv(self) -> None:
         """Do nothing: loads are launched after the forward pass, with the stores.

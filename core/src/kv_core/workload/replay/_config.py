@@ -9,14 +9,19 @@ from kv_core.cpu import ROW_ALIGNMENT_BYTES, PrimaryGeometry
 from kv_core.engine import KVCacheGroupConfig, OffloadingConfig
 from kv_core.errors import ConfigError
 from kv_core.keys import GroupGeometry, Namespace
+from kv_core.simple import RankMemory, SimpleOffloadConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kv_core.workload._trace import Trace
 
-__all__ = ["ReplayConfig"]
+__all__ = ["REPLAY_MODES", "ReplayConfig"]
 
+REPLAY_MODES: Final = ("offloading", "simple-eager", "simple-lazy")
+"""What is below the GPU pool: primary and secondary tiers, or the simple mode in its two forms."""
+
+_LAYER_NAMES: Final = ("layers.0",)
 
 # Settings of the engine that fields of the replay's own decide.
 _DECIDED_BY_FIELDS: Final = frozenset(
@@ -38,7 +43,9 @@ class ReplayConfig:
     The defaults run every trace that the project knows.
 
     Attributes:
-        cpu_bytes: Bytes of the primary tier.
+        mode: One of :data:`REPLAY_MODES`. The simple modes have no tiers, one worker, and none of
+            the engine's settings.
+        cpu_bytes: Bytes of the primary tier, or of CPU memory in the simple modes.
         gpu_blocks: Blocks of the GPU pool; one is the null block.
         block_bytes: Bytes of one GPU block.
         block_size_factor: GPU blocks in one offloaded block.
@@ -58,9 +65,11 @@ class ReplayConfig:
         engine_options: Further settings for the offloading engine.
 
     Raises:
-        ConfigError: A number is out of range, or an engine option repeats a field.
+        ConfigError: A number is out of range, an engine option repeats a field, the mode is
+            unknown, or a setting has no meaning in it.
     """
 
+    mode: str = "offloading"
     cpu_bytes: int = 64 * 2**20
     gpu_blocks: int = 4096
     block_bytes: int = 4096
@@ -77,6 +86,11 @@ class ReplayConfig:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.mode not in REPLAY_MODES:
+            raise ConfigError(
+                f"'mode' must be one of {', '.join(REPLAY_MODES)}; found {self.mode!r}",
+                setting="mode",
+            )
         for name, least in (
             ("cpu_bytes", 1),
             ("gpu_blocks", 2),
@@ -103,13 +117,55 @@ class ReplayConfig:
                 "config does",
                 setting=f"engine_options.{repeated[0]}",
             )
-        if self.cpu_bytes < self.row_bytes:
+        if self.is_simple:
+            self._check_simple_mode()
+        elif self.cpu_bytes < self.row_bytes:
             raise ConfigError(
                 f"'cpu_bytes' is {self.cpu_bytes}, but one offloaded block takes {self.row_bytes} "
                 f"bytes of the primary tier (blocks are rounded up to {ROW_ALIGNMENT_BYTES}); give "
                 "it room for at least one",
                 setting="cpu_bytes",
             )
+
+    def _check_simple_mode(self) -> None:
+        """Refuse what the simple mode would have to ignore."""
+        for name, only, reason in (
+            ("secondary_tiers", (), "has no tiers"),
+            ("block_size_factor", 1, "stores each GPU block by itself"),
+            ("workers", 1, "is replayed with a single worker"),
+            ("policy", "lru", "evicts what was used least recently"),
+            ("engine_options", {}, "has no settings of the tiering engine"),
+        ):
+            value = getattr(self, name)
+            if value != only and (value or only):
+                raise ConfigError(
+                    f"{name!r} is {value!r}, but mode {self.mode!r} {reason}. Leave it out, or use "
+                    "mode 'offloading'",
+                    setting=name,
+                )
+        # Says what is wrong with sizes.
+        self.simple_config(tokens_per_block=1)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether the mode is a simple one."""
+        return self.mode != "offloading"
+
+    def simple_config(self, tokens_per_block: int) -> SimpleOffloadConfig:
+        """Describe the replay to the simple mode.
+
+        Args:
+            tokens_per_block: Tokens of one block of the trace.
+        """
+        group = KVCacheGroupConfig(tokens_per_block=tokens_per_block, layer_names=_LAYER_NAMES)
+        return SimpleOffloadConfig(
+            groups=(group,),
+            tokens_per_hash=tokens_per_block,
+            gpu_blocks=self.gpu_blocks,
+            ranks=(RankMemory(self.gpu_blocks * self.block_bytes, self.cpu_bytes),),
+            max_batched_tokens=self.tokens_per_step,
+            lazy=self.mode == "simple-lazy",
+        )
 
     @property
     def row_bytes(self) -> int:
@@ -124,7 +180,6 @@ class ReplayConfig:
             trace: Gives the tokens of a block.
             engine_id: Unique name of this replay on this host.
         """
-        layer_names = ("layers.0",)
         extra: dict[str, Any] = {
             "cpu_bytes_to_use": self.cpu_bytes,
             "eviction_policy": self.policy,
@@ -143,7 +198,7 @@ class ReplayConfig:
                 GroupGeometry(
                     tokens_per_block=trace.block_tokens * self.block_size_factor,
                     bytes_per_block=self.block_bytes * self.block_size_factor,
-                    num_layers=len(layer_names),
+                    num_layers=len(_LAYER_NAMES),
                 ),
             ),
             block_bytes=self.row_bytes,
@@ -155,7 +210,7 @@ class ReplayConfig:
         )
         return OffloadingConfig(
             groups=(
-                KVCacheGroupConfig(tokens_per_block=trace.block_tokens, layer_names=layer_names),
+                KVCacheGroupConfig(tokens_per_block=trace.block_tokens, layer_names=_LAYER_NAMES),
             ),
             worker_block_bytes=self.block_bytes,
             tokens_per_cache_block=trace.block_tokens,

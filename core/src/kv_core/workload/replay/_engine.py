@@ -7,41 +7,30 @@ follow step by step.
 
 from __future__ import annotations
 
-import os
 import time
-import traceback
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final, final
 
-from kv_core.connector import (
-    OffloadingConnectorScheduler,
-    RegionRole,
-    ScheduledRequest,
-    StepSchedule,
-    TieringOffloadingSpec,
-)
-from kv_core.device.copy import host_registrar_of
+from kv_core.connector import ScheduledRequest, StepSchedule
 from kv_core.errors import RequestTooLargeError
 from kv_core.keys import make_offload_key
-from kv_core.workload._content import POISON_BYTE
 from kv_core.workload.replay._measurements import Measurements
 from kv_core.workload.replay._memory import open_gpu_memory
 from kv_core.workload.replay._pool import GpuBlockPool
-from kv_core.workload.replay._processes import WorkerProcesses
 from kv_core.workload.replay._report import ReplayReport, WorkerSummary
 from kv_core.workload.replay._request import ReplayRequest, Status
-from kv_core.workload.replay._worker import StepOrders, Worker
+from kv_core.workload.replay._simple import SimpleLevels
+from kv_core.workload.replay._tiered import TieredLevels, let_go
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kv_core.connector import LoadReport
     from kv_core.plugins import TierRegistry
     from kv_core.workload._trace import Trace
     from kv_core.workload.replay._config import ReplayConfig
+    from kv_core.workload.replay._levels import LowerLevels, StepEnd
     from kv_core.workload.replay._memory import GpuMemory
-    from kv_core.workload.replay._worker import WorkerGroup
 
 __all__ = ["ReplayEngine", "replay_trace"]
 
@@ -75,19 +64,10 @@ def replay_trace(
     try:
         return engine.run(progress, between_steps)
     except BaseException as error:
-        _let_go(error)
+        let_go(error)
         raise
     finally:
         engine.shutdown()
-
-
-def _let_go(error: BaseException) -> None:
-    """Clear the local variables of the frames that an error has left.
-
-    An interrupt comes anywhere, also where a frame holds a view of the region, which could not
-    be unmapped before the last of them is gone.
-    """
-    traceback.clear_frames(error.__traceback__)
 
 
 @final
@@ -146,42 +126,17 @@ class ReplayEngine:
             # Before the pool's books, which grow with the number of blocks as well.
             memory = open_gpu_memory(config.gpu_blocks, config.block_bytes)
         self._pool = GpuBlockPool(config.gpu_blocks)
-        self._poison = bytes([POISON_BYTE]) * config.row_bytes
-        engine_id = f"replay-{os.getpid()}-{time.monotonic_ns()}"
-        offloading = config.offloading_config(trace, engine_id)
-        role = RegionRole.of_scheduler()
-        spec = TieringOffloadingSpec(
-            offloading,
-            registry=registry,
-            observer=self._measurements,
-            slot_freed=self._poison_slot,
-            copy_backend=None if memory is None else memory.copy_backend,
-            host_registrar=None if memory is None else host_registrar_of(memory.tensor),
-            role=role if memory is None else None,
-        )
-        self._spec = spec
-        try:
-            self._manager = spec.get_manager()
-            self._primary = spec.primary_view
-            self._scheduler = OffloadingConnectorScheduler(offloading, self._manager)
-            if memory is not None:
-                self._workers: WorkerGroup = Worker(
-                    spec, memory, config.block_bytes, stopwatch=self._stopwatch
-                )
-            else:
-                self._workers = WorkerProcesses(
-                    config, offloading, role, spec.wait_until_attached, self._stopwatch
-                )
-        except BaseException as error:
-            _let_go(error)
-            spec.shutdown()
-            raise
+        self._levels: LowerLevels
+        if config.is_simple:
+            self._levels = SimpleLevels(trace, config, memory, self._pool, self._measurements)
+        else:
+            self._levels = TieredLevels(trace, config, memory, self._measurements, registry)
         tier_names = (tier.get("name", tier["type"]) for tier in config.secondary_tiers)
         self._report = ReplayReport(
             trace=trace.name,
             requests=len(trace.requests),
             hits=dict.fromkeys(("gpu", "cpu", *tier_names), 0),
-            workers=[WorkerSummary(device) for device in self._workers.devices],
+            workers=[WorkerSummary(device) for device in self._levels.devices],
         )
         self._source: Iterator[ReplayRequest] = (
             ReplayRequest(request, trace.block_tokens, config.max_output_tokens)
@@ -215,9 +170,6 @@ class ReplayEngine:
             needed_blocks=needed,
             pool_blocks=usable,
         )
-
-    def _poison_slot(self, block_id: int) -> None:
-        self._primary.block(block_id)[:] = self._poison
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -257,18 +209,18 @@ class ReplayEngine:
                 progress(finished)
         self._report.wall_seconds = time.perf_counter() - started
         self._report.jobs_unfinished = (
-            self._scheduler.num_jobs_in_flight + self._spec.num_jobs_in_flight
+            self._levels.num_transfers_in_flight + self._levels.num_jobs_in_flight
         )
         self._count_unfinished()
         self._measurements.complete(self._report)
-        self._report.stores_declined = self._scheduler.stores_declined
-        self._report.stats = dict(self._manager.get_stats())
+        self._report.stores_declined = self._levels.stores_declined
+        self._report.stats = dict(self._levels.get_stats())
         return self._report
 
     def _has_work(self) -> bool:
         self._fill_queue()
         return bool(
-            self._waiting or self._running or self._loading or self._scheduler.has_pending_work()
+            self._waiting or self._running or self._loading or self._levels.has_pending_work()
         )
 
     def _fill_queue(self) -> None:
@@ -297,25 +249,19 @@ class ReplayEngine:
             self._schedule_waiting(step)
             if not step.scheduled and not self._loading and not self._running:
                 self._break_deadlock(step)
-            metadata = self._scheduler.build_connector_meta(self._schedule_of(step))
+            self._levels.end_scheduling(self._schedule_of(step))
             fill = [
                 block
                 for request, tokens in step.scheduled
                 for block in self._complete_blocks(request, tokens)
             ]
-        outcome = self._workers.run_step(StepOrders(metadata, tuple(step.allocated), tuple(fill)))
-        for transfer in outcome.transfers:
-            self._measurements.transfer_finished(transfer)
-        with self._stopwatch.measure("finishing transfers"):
-            loads = self._scheduler.update_connector_output(outcome.output)
-        self._finish_loads(loads)
+        end = self._levels.run_step(tuple(step.allocated), fill)
+        self._finish_loads(end)
         self._finish_requests(step)
         self._note_peaks()
         self._report.steps += 1
         return bool(
-            step.scheduled
-            or outcome.output.finished
-            or self._measurements.jobs_finished > jobs_before
+            step.scheduled or end.any_finished or self._measurements.jobs_finished > jobs_before
         )
 
     @staticmethod
@@ -432,7 +378,7 @@ class ReplayEngine:
         usable = (request.num_tokens - 1) // self._tokens_per_block
         gpu_block_ids = self._pool.match_prefix(request.block_hashes[:usable])
         computed = len(gpu_block_ids) * self._tokens_per_block
-        loadable, _ = self._scheduler.get_num_new_matched_tokens(request, computed)
+        loadable, _ = self._levels.get_num_new_matched_tokens(request, computed)
         return None if loadable is None else (gpu_block_ids, loadable)
 
     def _take_prefix(
@@ -449,9 +395,9 @@ class ReplayEngine:
         if not self._allocate(step, request, request.computed_tokens + loadable):
             self._give_up_prefix(request)
             return False
-        self._scheduler.update_state_after_alloc(request, (request.block_ids,), loadable)
+        self._levels.update_state_after_alloc(request, (request.block_ids,), loadable)
         if loadable:
-            levels = self._scheduler.hit_levels(request)
+            levels = self._levels.hit_levels(request)
             self._loading[request.req_id] = (request, loadable, levels)
             request.status = Status.LOADING
         else:
@@ -484,7 +430,7 @@ class ReplayEngine:
         request.computed_tokens = after
         request.output_tokens = max(request.output_tokens, after - request.num_prompt_tokens)
 
-    def _finish_loads(self, loads: LoadReport) -> None:
+    def _finish_loads(self, loads: StepEnd) -> None:
         ended = loads.loaded_req_ids | loads.failed_req_ids
         # The load that was begun first ends up at the head of the queue.
         for req_id in [req_id for req_id in reversed(self._loading) if req_id in ended]:
@@ -517,7 +463,7 @@ class ReplayEngine:
             (request.block_ids[index], make_offload_key(request.block_hashes[index], 0))
             for index in range(start, start + len(levels))
         ]
-        wrong_by_worker = self._workers.count_wrong_bytes(blocks)
+        wrong_by_worker = self._levels.count_wrong_bytes(blocks)
         self._report.blocks_verified += len(blocks)
         for worker, counts in zip(self._report.workers, wrong_by_worker, strict=True):
             worker.blocks_verified += len(counts)
@@ -553,7 +499,7 @@ class ReplayEngine:
                 self._running.remove(request)
                 request.status = Status.FINISHED
                 self._pool.release(request.block_ids)
-                self._scheduler.request_finished(request)
+                self._levels.request_finished(request)
                 self._report.requests_finished += 1
 
     def _note_peaks(self) -> None:
@@ -561,13 +507,11 @@ class ReplayEngine:
         note("running", len(self._running))
         note("waiting", len(self._waiting))
         note("loading", len(self._loading))
-        note("transfers_in_flight", self._scheduler.num_jobs_in_flight)
-        note("jobs_in_flight", self._spec.num_jobs_in_flight)
+        note("transfers_in_flight", self._levels.num_transfers_in_flight)
+        note("jobs_in_flight", self._levels.num_jobs_in_flight)
 
     # -- the end --------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Release workers, tiers and memory. Idempotent."""
-        self._workers.shutdown()
-        self._scheduler.shutdown()
-        self._spec.shutdown()
+        self._levels.shutdown()

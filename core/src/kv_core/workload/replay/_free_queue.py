@@ -20,7 +20,7 @@ class FreeQueue:
     def __init__(self, num_blocks: int) -> None:
         """Queue the blocks from 1 to ``num_blocks - 1``."""
         last = num_blocks - 1
-        self._next = [*range(1, num_blocks), 0]
+        self._next: list[int] = [*range(1, num_blocks), 0]
         self._previous = [last, *range(last)]
         self._is_member = [False] + [True] * last
         self._length = last
