@@ -103,6 +103,11 @@ class CudaCopier:
                     error,
                 )
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether loads of small pages can be left to the kernel."""
+        return self._kernel is not None
+
     def copy(self, batch: CopyBatch, stream: Any) -> None:
         """Queue a batch.
 
@@ -122,7 +127,7 @@ class CudaCopier:
             batch,
             source,
             destination,
-            has_kernel=self._kernel is not None,
+            has_kernel=self.has_kernel,
             has_batch_copy=self._driver.has_batch_copy,
         )
         if route is CopyRoute.KERNEL and self._kernel is not None:
