@@ -182,6 +182,9 @@ class HostBackedSpec(OffloadingSpec):
         if self._manager is None:
             try:
                 manager = self._create_manager()
+                if self._role is not None:
+                    # Workers wait for it, whether or not the manager has to have it.
+                    self._open_region()
             except BaseException as error:
                 if self._handlers is None:
                     _forget_variables(error)
