@@ -1,7 +1,7 @@
 """Handlers over the memory of a CUDA device: bytes, order, and overlap with the engine's kernels.
 
-Where order matters the engine's kernels are slow on purpose: they spin for some clock cycles. Written
-for one large device, and not run on one yet.
+Where order matters the engine's kernels are slow on purpose: they spin for some clock cycles.
+Written for one large device, and not run on one yet.
 """
 
 from __future__ import annotations
