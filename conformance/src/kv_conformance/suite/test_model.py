@@ -296,9 +296,12 @@ class _Machine(RuleBasedStateMachine):
     def _learn_load(self, job: _Job, number: int, result: JobResult, *, good: bool) -> None:
         if good:
             return
-        if number in job.due:
+        # A tier without partial results fails the whole job for one bad key.
+        judged = bool(result.successful_keys) or job.due.issuperset(job.numbers)
+        if number in job.due and judged:
             self._fail("DATA-1", f"key {number} could not be loaded: {result.error}")
-        known = result.error is not None and result.error.kind in _RETIRING
+        alone = bool(result.successful_keys) or len(job.numbers) == 1
+        known = alone and result.error is not None and result.error.kind in _RETIRING
         # With a store in flight the failure says nothing of what is there now.
         gone = known and number not in job.crossed
         self._states[number] = _State.GONE if gone else _State.MAYBE

@@ -129,8 +129,8 @@ class SecondaryTierManager(ABC):
 
         Legal without a lookup before. The job writes only its own slots (DATA-3); only the
         slots of keys it reports as loaded may be relied on. A missing, truncated or over-long
-        object is a failed load of that key alone, and the object is retired (DATA-10). Loads are
-        not stuck behind a backlog of stores (JOB-8).
+        object is a failed load of that key, best of that key alone, and the object is retired
+        (DATA-10). Loads are not stuck behind a backlog of stores (JOB-8).
         """
 
     @abstractmethod
