@@ -16,6 +16,7 @@ import pytest
 from kv_core.device import tensor_address
 from kv_core.device.copy import (
     CopyBatch,
+    CudaCopier,
     CudaCopyBackend,
     CudaDriver,
     MemoryKind,
@@ -164,6 +165,11 @@ def test_a_new_driver_has_the_batch_call(torch: Any) -> None:
     """From CUDA 12.8 on."""
     driver = CudaDriver()
     assert driver.has_batch_copy == (driver.version >= 12080)
+
+
+def test_the_kernel_can_be_compiled(torch: Any, small: Memory) -> None:
+    """Otherwise every test of loads would go through the driver and show nothing."""
+    assert CudaCopier(CudaDriver(), torch.cuda, small.pool.device, [4096]).has_kernel
 
 
 def test_the_kernel_takes_pages_of_any_size(torch: Any, small: Memory) -> None:
