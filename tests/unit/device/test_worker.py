@@ -133,3 +133,19 @@ def test_shutdown_reaches_every_handler() -> None:
     store, load = RecordingHandler(), RecordingHandler()
     _worker(store, load).shutdown()
     assert (store.shutdowns, load.shutdowns) == (1, 1)
+
+
+def test_a_handler_that_cannot_be_shut_down_does_not_keep_the_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory is still let go of, and the exception is logged."""
+    store, load = RecordingHandler(), RecordingHandler()
+
+    def fail() -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(store, "shutdown", fail)
+    with caplog.at_level(logging.ERROR, logger="kv_core"):
+        _worker(store, load).shutdown()
+    assert load.shutdowns == 1
+    assert "the handler GPU to CPU could not be shut down" in caplog.text

@@ -126,28 +126,29 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
     def get_finished(self) -> list[TransferResult]:
         finished = []
         while self._in_flight:
-            transfer = self._in_flight[0]
-            ticket = transfer.ticket
+            ticket = self._in_flight[0].ticket
             if ticket is not None and not ticket.done():
                 break
-            self._in_flight.popleft()
+            transfer = self._in_flight.popleft()
             # Not before: the device may have read the descriptors until now.
             self._buffers.give_back(transfer.descriptors)
-            success = ticket is not None and ticket.error is None
-            if ticket is not None and ticket.error is not None:
-                _LOGGER.error(
-                    "transfer %d (%s to %s) failed: %r", transfer.job_id, *self._type, ticket.error
-                )
-            finished.append(
-                TransferResult(
-                    job_id=transfer.job_id,
-                    success=success,
-                    transfer_size=transfer.num_bytes if success else 0,
-                    transfer_time=0.0 if ticket is None else ticket.elapsed_seconds,
-                    transfer_type=self._type,
-                )
-            )
+            finished.append(self._result_of(transfer))
         return finished
+
+    def _result_of(self, transfer: _Transfer) -> TransferResult:
+        """Return the result of a transfer that has ended or was refused."""
+        ticket = transfer.ticket
+        error = None if ticket is None else ticket.error
+        if error is not None:
+            _LOGGER.error("transfer %d (%s to %s) failed: %r", transfer.job_id, *self._type, error)
+        success = ticket is not None and error is None
+        return TransferResult(
+            job_id=transfer.job_id,
+            success=success,
+            transfer_size=transfer.num_bytes if success else 0,
+            transfer_time=0.0 if ticket is None else ticket.elapsed_seconds,
+            transfer_type=self._type,
+        )
 
     @override
     def wait(self, job_ids: Iterable[int]) -> None:

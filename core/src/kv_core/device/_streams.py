@@ -1,9 +1,11 @@
 """Device streams that copies run on, ordered after the engine's own work.
 
-All state belongs to the thread that submits; the device runs behind it, and is only ever asked
-whether it has reached an event. The same code orders every copy back end over device memory, and
-runs in the tests over a model of a device that keeps no order but what events ask for. It has not
-been run on real hardware.
+A stream belongs to the thread that submits; the device runs behind it, and is only ever asked
+whether it has reached an event. A ticket belongs to one thread at a time, which may be another:
+all that the two share is the list of spare events, to which one adds and from which one takes.
+
+The same code orders every copy back end over device memory, and runs in the tests over a model of a
+device that keeps no order but what events ask for. It has not been run on real hardware.
 """
 
 from __future__ import annotations
@@ -88,15 +90,15 @@ class OrderedStream:
         self._spare_events: list[StreamEvent] = []
         self._is_closed = False
 
-    def run(self, copy: Callable[[Any], None], *, after: StreamEvent | None = None) -> StreamTicket:
+    def run(self, copy: Callable[[Any], None]) -> StreamTicket:
         """Queue copies behind the compute stream, and return at once.
+
+        The compute stream is the calling thread's current one. A thread of its own, which has
+        another, first makes one current that waits for the engine's.
 
         Args:
             copy: Queues the copies on the stream that it is given, which is also the current one
                 while it runs. What it raises becomes the ticket's error.
-            after: Reached by the compute stream before the copies may begin. By default, all that
-                the calling thread's current stream has been given so far; a thread of its own,
-                whose current stream is another, has to say.
 
         Raises:
             EngineStateError: The stream is closed.
@@ -104,10 +106,8 @@ class OrderedStream:
         """
         if self._is_closed:
             raise EngineStateError("the copy stream is closed")
-        if after is None:
-            after = self._compute_mark
-            after.record(self._api.current_stream(self._device))
-        self._stream.wait_event(after)
+        self._compute_mark.record(self._api.current_stream(self._device))
+        self._stream.wait_event(self._compute_mark)
         start, end = self._take_event(), self._take_event()
         error = None
         with self._api.stream(self._stream):

@@ -82,5 +82,9 @@ class OffloadingWorker:
 
     def shutdown(self) -> None:
         """Finish what is in flight and release everything. Idempotent."""
-        for handler in self._handlers.values():
-            handler.shutdown()
+        for route, handler in self._handlers.items():
+            try:
+                handler.shutdown()
+            except Exception:
+                # The others hold memory, too, that must be let go of.
+                _LOGGER.exception("the handler %s to %s could not be shut down", *route)

@@ -41,18 +41,17 @@ def test_work_begins_after_what_the_compute_stream_had(
     assert notes == ["before", "copy", "after"]
 
 
-def test_a_mark_of_the_caller_takes_the_place_of_the_current_stream(
+def test_the_current_stream_is_what_is_waited_for(
     device: FakeDevice, stream: OrderedStream
 ) -> None:
-    """A thread of its own says which work of the engine has to have ended."""
+    """Whichever stream the calling thread works on; others do not hold the copies up."""
     notes: list[str] = []
     engine = device.Stream("fake:0")
     engine.enqueue(lambda: notes.append("before"))
-    mark = device.Event(enable_timing=False)
-    mark.record(engine)
     device.compute.enqueue(lambda: notes.append("unrelated"))
     device.frozen = [device.compute]
-    stream.run(_noting(notes, "copy"), after=mark)
+    with device.stream(engine):
+        stream.run(_noting(notes, "copy"))
     device.run()
     assert notes == ["before", "copy"]
 
