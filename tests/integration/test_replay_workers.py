@@ -334,6 +334,22 @@ def test_workers_do_not_outlive_a_killed_scheduler(
     assert list(shm_dir.iterdir()) == []
 
 
+def test_a_scheduler_killed_at_its_start_leaves_nothing(
+    start: Start, wait_until: WaitUntil, arguments: list[str], shm_dir: Path
+) -> None:
+    """The region has a name and no worker yet; the workers that find it dead remove the name."""
+    process = start(*arguments)
+    wait_until(process, lambda: len(children_of(process.pid)) == 2)
+    workers = children_of(process.pid)
+    names = list(shm_dir.iterdir())
+    process.kill()
+    assert len(names) == 1
+    assert eventually(lambda: all(map(has_ended, workers)))
+    assert list(shm_dir.iterdir()) == []
+    # They may have something to say: that there is nothing to attach to.
+    assert "Traceback" not in process.communicate(timeout=DEADLINE_S)[1]
+
+
 def test_an_interrupt_ends_workers_quietly(
     running: tuple[subprocess.Popen[str], list[int]], shm_dir: Path
 ) -> None:

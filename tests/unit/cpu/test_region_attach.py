@@ -465,3 +465,18 @@ def test_old_workers_leave_the_name_of_the_next_scheduler(engine: Engine) -> Non
     old.close()
     assert engine.names() == [new.path.name]
     assert engine.attach(0, nonce=OTHER_NONCE).trailer == new.trailer
+
+
+def test_workers_remove_the_name_of_a_dead_scheduler_only(engine: Engine) -> None:
+    """Their engine's id may never come again, and its memory would stay."""
+    scheduler = engine.create()
+    assert not SharedOffloadRegion.remove_leftover("engine-0", engine.shm_dir)
+    assert engine.names() == [engine.path.name]
+    # As a killed process leaves it: no lock, and the name is there.
+    os.close(scheduler._file.descriptor)
+    scheduler._file.descriptor = -1
+    scheduler.close()
+    assert engine.names() == [engine.path.name]
+    assert SharedOffloadRegion.remove_leftover("engine-0", engine.shm_dir)
+    assert engine.names() == []
+    assert SharedOffloadRegion.remove_leftover("engine-0", engine.shm_dir)

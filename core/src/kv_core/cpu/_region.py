@@ -25,7 +25,7 @@ from kv_core.cpu._attendance import CREATOR, Attendance, attached, ready
 from kv_core.cpu._joining import Poll, join_region
 from kv_core.cpu._prefault import map_file, populate, worker_spans
 from kv_core.cpu._progress import Progress
-from kv_core.cpu._region_file import RegionFile
+from kv_core.cpu._region_file import RegionFile, remove_leftover
 from kv_core.cpu._trailer import NONCE_BYTES, RegionTrailer
 from kv_core.errors import RegionError
 
@@ -252,6 +252,22 @@ class SharedOffloadRegion:
             worker removes none.
         """
         return self._file.unlink()
+
+    @staticmethod
+    def remove_leftover(engine_id: str, shm_dir: Path = DEFAULT_SHM_DIR) -> bool:
+        """Remove the name that a killed scheduler left. A running one's is left alone.
+
+        The next scheduler with the same id does so by itself. This is for workers that see theirs
+        die, of an engine whose id will not come again.
+
+        Args:
+            engine_id: As the scheduler's.
+            shm_dir: As the scheduler's.
+
+        Returns:
+            Whether there is no name, or none any more.
+        """
+        return remove_leftover(shm_dir / region_name(engine_id))
 
     def create_next_view(self, worker: int, page_bytes: int) -> npt.NDArray[np.int8]:
         """Return the place of a worker's next layer in every row.

@@ -18,7 +18,7 @@ from kv_core.errors import InsufficientSpaceError, RegionError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["RegionFile"]
+__all__ = ["RegionFile", "remove_leftover"]
 
 _MODE: Final = 0o600
 # Losing the name to somebody who reclaims it is possible once or twice, not for ever.
@@ -135,6 +135,19 @@ class RegionFile:
             self.unlink()
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def remove_leftover(path: Path) -> bool:
+    """Remove a name whose process has died. Everything else is left alone.
+
+    Returns:
+        Whether there is no such name any more.
+    """
+    try:
+        _reclaim(path)
+    except RegionError:
+        return False
+    return True
 
 
 def _reclaim(path: Path) -> None:

@@ -42,6 +42,8 @@ COMMAND: Final = (sys.executable, "-m", "kv_core.workload.replay._worker_main")
 
 _SLICE_S: Final = 0.1
 _PATIENCE_AT_START_S: Final = 60.0
+# The primary tier is there before they start. If it is not, the scheduler has ended.
+_ATTACHING_S: Final = 2.0
 # Each process makes the pages of the primary tier present for itself.
 _POPULATED_BYTES_PER_S: Final = 2**29
 _PATIENCE_AT_END_S: Final = 10.0
@@ -87,7 +89,7 @@ class WorkerProcesses:
         start_s = _PATIENCE_AT_START_S + config.cpu_bytes / _POPULATED_BYTES_PER_S
         ends_at = time.monotonic() + start_s
         try:
-            for start in WorkerStart.for_each(config, offloading, role, deadline_s=start_s):
+            for start in WorkerStart.for_each(config, offloading, role, deadline_s=_ATTACHING_S):
                 self._launch(start)
             self._await_attachment(wait_until_attached, ends_at)
             ready = self._collect(max(0.0, ends_at - time.monotonic()), "get ready")

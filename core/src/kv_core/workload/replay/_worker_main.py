@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_core.connector import TieringOffloadingSpec
+from kv_core.cpu import SharedOffloadRegion
 from kv_core.device.copy import host_registrar_of
 from kv_core.errors import KVCoreError
 from kv_core.workload.replay._memory import open_gpu_memory
@@ -65,7 +67,13 @@ def _follow(connection: Connection) -> None:
 
 
 def _open(start: WorkerStart, opened: ExitStack) -> Worker:
-    # First: a pool that does not fit is to be refused before the primary tier is mapped.
+    # If the scheduler is killed before all have attached, there is still a name.
+    opened.callback(
+        SharedOffloadRegion.remove_leftover,
+        start.offloading.engine_id,
+        Path(start.offloading.extra_config["shm_dir"]),
+    )
+    # A pool that does not fit is to be refused before the primary tier is mapped.
     memory = open_gpu_memory(start.gpu_blocks, start.block_bytes, rank=start.rank)
     spec = TieringOffloadingSpec(
         start.offloading,
