@@ -89,6 +89,25 @@ int cuPointerGetAttribute(void *value, int attribute, uint64_t pointer) {
     return INVALID_VALUE;
 }
 
+int cuMemHostRegister_v2(void *start, size_t size, unsigned int flags) {
+    if (fail_code)
+        return fail_code;
+    if (flags != 3)
+        return INVALID_VALUE;
+    add_memory((uint64_t)start, size, 1, (uint64_t)start);
+    return SUCCESS;
+}
+
+int cuMemHostUnregister(void *start) {
+    for (int i = 0; i < num_memories; i++) {
+        if (memory[i].start == (uint64_t)start) {
+            memory[i].start = memory[i].end = 0;
+            return SUCCESS;
+        }
+    }
+    return INVALID_VALUE;
+}
+
 int cuMemcpyAsync(uint64_t destination, uint64_t source, size_t size, void *stream) {
     if (fail_code && (size_t)record.single_calls == fail_index)
         return fail_code;

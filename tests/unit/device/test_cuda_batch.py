@@ -15,6 +15,7 @@ import pytest
 from typing_extensions import override
 
 from kv_core.device.copy import CopyBatch, CudaCopyBackend, CudaDriver, MemoryKind
+from kv_core.device.copy._pinning import _DriverRegistrar
 from kv_core.errors import CopyError, EngineStateError
 
 if TYPE_CHECKING:
@@ -250,6 +251,33 @@ def test_the_kind_of_memory_is_the_drivers_answer(stub: Stub) -> None:
     kinds = [stub.driver.kind_of(a.ctypes.data + 63) for a in (device, pinned, elsewhere, unknown)]
     pageable = MemoryKind.PAGEABLE
     assert kinds == [MemoryKind.DEVICE, MemoryKind.PINNED, pageable, pageable]
+
+
+def test_pinning_makes_memory_pinned(stub: Stub) -> None:
+    """For every device and for kernels, until it is undone."""
+    rows = np.zeros(4096, dtype=np.int8)
+    registrar = _DriverRegistrar(stub.driver, lambda: None)
+    assert registrar.register(rows.ctypes.data, rows.nbytes) is None
+    assert stub.driver.kind_of(rows.ctypes.data) is MemoryKind.PINNED
+    registrar.unregister(rows.ctypes.data)
+    assert stub.driver.kind_of(rows.ctypes.data) is MemoryKind.PAGEABLE
+
+
+def test_refused_pinning_says_why(stub: Stub) -> None:
+    """By the driver's name for it, which the warning shows (vllm#51080)."""
+    rows = np.zeros(4096, dtype=np.int8)
+    stub.fail(1)
+    registrar = _DriverRegistrar(stub.driver, lambda: None)
+    assert registrar.register(rows.ctypes.data, rows.nbytes) == "CUDA_ERROR_INVALID_VALUE"
+    assert stub.driver.kind_of(rows.ctypes.data) is MemoryKind.PAGEABLE
+
+
+def test_a_failed_unpinning_does_not_stop_a_shutdown(
+    stub: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The memory is unmapped all the same."""
+    _DriverRegistrar(stub.driver, lambda: None).unregister(0x1000)
+    assert "cuMemHostUnregister failed: CUDA_ERROR_INVALID_VALUE" in caplog.text
 
 
 def test_without_a_driver_there_is_an_oserror(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from kv_core.device.copy import PinnedRows, host_registrar_of
+from kv_core.device.copy import PinnedRows, _pinning, host_registrar_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,3 +119,36 @@ def test_a_cpu_tensor_needs_no_pinning() -> None:
     """Only CUDA tensors do."""
     torch = pytest.importorskip("torch")
     assert host_registrar_of(torch.zeros((2, 8), dtype=torch.int8)) is None
+
+
+@pytest.mark.torch
+def test_without_the_driver_the_runtime_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD devices are CUDA devices to torch, and have no CUDA driver."""
+    torch: Any = pytest.importorskip("torch")
+    calls: list[tuple[str, int]] = []
+
+    def refuse_large(address: int, num_bytes: int, flags: int) -> int:
+        calls.append(("register", address))
+        return 0 if num_bytes <= ROW else 2
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=refuse_large,
+        cudaHostUnregister=lambda address: calls.append(("unregister", address)),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    tensor: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+
+    def no_driver() -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(_pinning, "CudaDriver", no_driver)
+    registrar = host_registrar_of(tensor)
+    assert registrar is not None
+    assert registrar.register(ADDRESS, ROW) is None
+    assert registrar.register(ADDRESS + ROW, 2 * ROW) == "error 2 of the runtime"
+    registrar.unregister(ADDRESS)
+    assert calls == [
+        ("register", ADDRESS),
+        ("register", ADDRESS + ROW),
+        ("unregister", ADDRESS),
+    ]

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that copies need, through ctypes.
+"""The few calls of the CUDA driver that copies and pinning need, through ctypes.
 
 The driver library comes with the kernel module, so that its version is the machine's and not
 ours: what it lacks is found out here, once. Immutable after construction; any thread that has the
@@ -39,6 +39,7 @@ _MEMORY_TYPE_HOST: Final = 1
 _LOCATION_DEVICE: Final = 1
 _LOCATION_HOST: Final = 2
 _PREFER_OVERLAP_WITH_COMPUTE: Final = 1
+_PINNED_FOR_ALL_DEVICES_AND_KERNELS: Final = 1 | 2
 
 # When the driver may read a source. A page of the GPU must not be read before the kernels ahead in
 # the stream have written it. A slot of the primary tier was written before its load was asked for,
@@ -81,7 +82,7 @@ class _CopyAttributes(ctypes.Structure):
 
 @final
 class CudaDriver:
-    """Copies of the CUDA driver.
+    """Copies and pinning of the CUDA driver.
 
     Attributes:
         version: The newest CUDA version that the driver supports: 1000 times the major version
@@ -107,6 +108,10 @@ class CudaDriver:
         self._pointer_attribute = self._function(
             "cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
         )
+        self._pin = self._function(
+            "cuMemHostRegister_v2", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+        )
+        self._unpin = self._function("cuMemHostUnregister", ctypes.c_void_p)
         version = ctypes.c_int()
         get_version = self._function("cuDriverGetVersion", ctypes.c_void_p)
         self._check("cuDriverGetVersion", get_version(ctypes.byref(version)))
@@ -223,6 +228,23 @@ class CudaDriver:
         code = self._pointer_attribute(ctypes.byref(for_kernels), _POINTER_DEVICE_POINTER, address)
         is_same = code == _SUCCESS and for_kernels.value == address
         return MemoryKind.PINNED if is_same else MemoryKind.PAGEABLE
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Lock host memory and map it at its own address, for all devices.
+
+        Raises:
+            CopyError: The driver refused; no part of it is pinned.
+        """
+        code = self._pin(address, num_bytes, _PINNED_FOR_ALL_DEVICES_AND_KERNELS)
+        self._check("cuMemHostRegister", code)
+
+    def unpin(self, address: int) -> None:
+        """Undo :meth:`pin` for the range that begins here.
+
+        Raises:
+            CopyError: The driver refused.
+        """
+        self._check("cuMemHostUnregister", self._unpin(address))
 
     def _check(self, call: str, code: int, place: str = "") -> None:
         if code == _SUCCESS:

@@ -1,7 +1,7 @@
 """Pins the rows of the primary tier, so that a GPU copies to and from them by itself.
 
-All state belongs to the worker's thread. The CUDA registrar has not been run on real hardware;
-the tests use one that they make.
+All state belongs to the worker's thread. Runs in the tests over a stand-in for the driver, and has
+not been run on real hardware.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
-import numpy as np
-from typing_extensions import override
+from kv_core.device.copy._driver import CudaDriver
+from kv_core.errors import CopyError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kv_core.device._canonical import KVTensor
 
 __all__ = ["HostRegistrar", "PinnedRows", "host_registrar_of"]
@@ -100,34 +102,69 @@ class PinnedRows:
 
 def host_registrar_of(tensor: KVTensor) -> HostRegistrar | None:
     """Return what pins host memory for the device of a tensor; ``None`` for host memory."""
-    if isinstance(tensor, np.ndarray):
-        return None
     device: Any = getattr(tensor, "device", None)
-    return _CudaRegistrar() if device is not None and device.type == "cuda" else None
+    if device is None or getattr(device, "type", "cpu") != "cuda":
+        return None
+    import torch
+
+    try:
+        driver = CudaDriver()
+    except (AttributeError, CopyError, OSError):
+        # AMD devices, which torch calls CUDA, too.
+        return _RuntimeRegistrar(torch.cuda.cudart())
+    return _DriverRegistrar(driver, lambda: torch.cuda.synchronize(device))
 
 
 @final
-class _CudaRegistrar:
-    """Registers through the CUDA runtime that torch has loaded."""
+class _DriverRegistrar:
+    """Registers through the CUDA driver.
 
-    def __init__(self) -> None:
-        import torch
+    Not through the runtime, as torch offers it: the runtime keeps the error of a refused
+    registration, and whatever call looks next is blamed for it (vllm#51080).
+    """
 
-        self._runtime: Any = torch.cuda.cudart()
+    def __init__(self, driver: CudaDriver, make_current: Callable[[], None]) -> None:
+        """Prepare.
+
+        Args:
+            driver: The driver.
+            make_current: Makes the context of the device the calling thread's.
+        """
+        self._driver = driver
+        self._make_current = make_current
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        self._make_current()
+        try:
+            self._driver.pin(address, num_bytes)
+        except CopyError as error:
+            return error.error_name
+        return None
+
+    def unregister(self, address: int) -> None:
+        self._make_current()
+        try:
+            self._driver.unpin(address)
+        except CopyError as error:
+            # The memory is about to be unmapped, and the end of the process unpins the rest.
+            _LOGGER.warning("the primary tier cannot be unpinned: %s", error)
+
+
+@final
+class _RuntimeRegistrar:
+    """Registers through the runtime that torch has loaded."""
+
+    def __init__(self, runtime: Any) -> None:
+        """Prepare.
+
+        Args:
+            runtime: ``torch.cuda.cudart()``.
+        """
+        self._runtime = runtime
 
     def register(self, address: int, num_bytes: int) -> str | None:
         code = int(self._runtime.cudaHostRegister(address, num_bytes, 0))
-        if code == 0:
-            return None
-        # Left alone, the error would be reported by whatever call checks next.
-        clear = getattr(self._runtime, "cudaGetLastError", None)
-        if clear is not None:
-            clear()
-        return f"CUDA error {code}"
+        return None if code == 0 else f"error {code} of the runtime"
 
     def unregister(self, address: int) -> None:
         self._runtime.cudaHostUnregister(address)
-
-    @override
-    def __repr__(self) -> str:
-        return "_CudaRegistrar()"
