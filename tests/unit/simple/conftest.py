@@ -129,9 +129,7 @@ class Engine:
     ) -> SimpleCPUOffloadMetadata:
         """End the scheduling of a step."""
         return self.scheduler.build_connector_meta(
-            StepSchedule(
-                scheduled, preempted_req_ids=preempted, allocated_block_ids=allocated
-            )
+            StepSchedule(scheduled, preempted_req_ids=preempted, allocated_block_ids=allocated)
         )
 
     def finish(self, request: Request) -> None:

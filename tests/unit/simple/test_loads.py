@@ -124,7 +124,7 @@ def test_a_block_table_too_short_is_refused(
     engine.store("abc")
     request = make_request("r", "abc")
     assert engine.matched(request) == 12
-    with pytest.raises(EngineStateError, match="needs the blocks 0 to 2 of group 0; .* has 1"):
+    with pytest.raises(EngineStateError, match=r"needs the blocks 0 to 2 of group 0; .* has 1"):
         engine.scheduler.update_state_after_alloc(request, [[7]], 12)
     engine.scheduler.request_finished(request)
     assert engine.stat("blocks_pinned") == 0

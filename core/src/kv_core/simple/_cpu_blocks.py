@@ -10,6 +10,7 @@ from kv_core.errors import EngineStateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from kv_core.keys import OffloadKey
 
@@ -104,33 +105,43 @@ class CpuBlockPool:
             if self._pins[block_id] == 0:
                 self._evictable[block_id] = None
 
-    def reserve(self, keys: Sequence[OffloadKey]) -> list[int]:
+    def reserve(
+        self, keys: Sequence[OffloadKey], protected: AbstractSet[OffloadKey] = frozenset()
+    ) -> list[int]:
         """Take blocks for keys that are to be stored, evicting others for them.
 
         Args:
             keys: Distinct keys that are not known.
+            protected: Keys that are not evicted for these: the prefix that they continue, which
+                counts as used.
 
         Returns:
             A block for each of the first keys, as many as there is room for.
         """
-        count = min(len(keys), self.num_available)
-        self._evict(count - len(self._free))
+        self._evict(len(keys) - len(self._free), protected)
         block_ids = []
-        for key in keys[:count]:
+        for key in keys[: len(self._free)]:
             block_id = self._free.pop()
             self._being_stored[key] = block_id
             self._key_by_block[block_id] = key
             block_ids.append(block_id)
         return block_ids
 
-    def _evict(self, count: int) -> None:
-        removed = []
-        for _ in range(count):
+    def _evict(self, count: int, protected: AbstractSet[OffloadKey]) -> None:
+        """Free so many blocks, or as many as may go."""
+        removed: list[OffloadKey] = []
+        spared: list[int] = []
+        while self._evictable and len(removed) < count:
             block_id, _ = self._evictable.popitem(last=False)
             key = self._key_by_block[block_id]
+            if key in protected:
+                spared.append(block_id)
+                continue
             del self._readable[key]
             removed.append(key)
             self._give_up(block_id)
+        # To the recent end, or the next eviction would have to pass them again.
+        self._evictable.update(dict.fromkeys(spared))
         if removed:
             self.num_evicted += len(removed)
             self._note(removed, removed=True)

@@ -17,9 +17,13 @@ __all__ = ["BlockNames", "blocks_to_load", "match_prefix"]
 
 @final
 class BlockNames:
-    """The keys of one request's blocks by group, computed once and extended."""
+    """The keys of one request's blocks by group, computed once and extended.
 
-    __slots__ = ("_groups", "_keys", "_request", "_tokens_per_hash")
+    Attributes:
+        all_keys: The keys that were asked for so far, of all groups.
+    """
+
+    __slots__ = ("_groups", "_keys", "_request", "_tokens_per_hash", "all_keys")
 
     def __init__(
         self, request: SimpleRequest, groups: Sequence[KVCacheGroupConfig], tokens_per_hash: int
@@ -28,6 +32,7 @@ class BlockNames:
         self._groups = groups
         self._tokens_per_hash = tokens_per_hash
         self._keys: list[list[OffloadKey]] = [[] for _ in groups]
+        self.all_keys: set[OffloadKey] = set()
 
     @property
     def num_hashed_tokens(self) -> int:
@@ -37,14 +42,16 @@ class BlockNames:
     def keys(self, group_idx: int, start: int, stop: int) -> list[OffloadKey]:
         """Return the keys of a range of a group's blocks, which must have hashes by now."""
         keys = self._keys[group_idx]
-        if len(keys) < stop:
+        known = len(keys)
+        if known < stop:
             step = self._groups[group_idx].tokens_per_block // self._tokens_per_hash
             hashes = self._request.block_hashes
             # A block is named by the hash of its last part: hashes are chained.
             keys.extend(
                 make_offload_key(hashes[(index + 1) * step - 1], group_idx)
-                for index in range(len(keys), stop)
+                for index in range(known, stop)
             )
+            self.all_keys.update(keys[known:])
         return keys[start:stop]
 
 

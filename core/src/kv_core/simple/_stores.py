@@ -153,6 +153,7 @@ class StoreBook:
             stop = min(tokens // self._config.groups[group_idx].tokens_per_block, len(table))
             if stop <= start:
                 continue
+            most = self._cpu.num_available
             known: list[OffloadKey] = []
             offered: dict[OffloadKey, int] = {}
             for index, key in enumerate(state.names.keys(group_idx, start, stop), start):
@@ -161,9 +162,12 @@ class StoreBook:
                 # The null block stands for tokens that left a sliding window.
                 elif table[index] != 0:
                     offered[key] = index
-            # Before the eviction, which must not take the head of this very prefix.
+                    if len(offered) > most:
+                        # There is no room for this one, and none for those behind it.
+                        break
             self._cpu.touch(known)
-            reserved = self._cpu.reserve(tuple(offered))
+            # Not at the cost of their own prefix: without its head, a tail is of no use.
+            reserved = self._cpu.reserve(tuple(offered), protected=state.names.all_keys)
             taken = list(offered.items())[: len(reserved)]
             keys += [key for key, _ in taken]
             gpu_ids += [table[index] for _, index in taken]
