@@ -2,7 +2,8 @@
 
 Layout: a guard, ``num_blocks`` rows of ``row_stride`` bytes, a guard. Of a small region a second
 copy, the shadow, holds what every byte should be; slots that a load is writing are left out of the
-comparison until the load is reported. Of a large one only the guards and the padding are looked at.
+comparison until the load is reported. Of a large one only the guards and the padding are looked at,
+and of a huge one the guards: what nobody touches of it takes no memory.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ UNTOUCHED: Final = 0x6E
 
 # Above this size there is no shadow.
 _SMALL_BYTES: Final = 2 << 20
+# Above this one only the slots that are used are ever touched.
+_HUGE_BYTES: Final = 1 << 30
 # Enough for what runs over its end, and little beside a block of 64 MiB.
 _GUARD_BYTES: Final = 64 << 10
 # Contents are made and compared in pieces that stay in the processor's cache, and out of the way of
@@ -95,8 +98,13 @@ class Region:
         self._stop = guard_bytes + num_blocks * row_stride
         self.mapped_bytes = self._stop + guard_bytes
         self._memory = mmap.mmap(-1, self.mapped_bytes)
-        # Also the pages that nothing is ever stored from: memory is measured later.
-        self._bytes().fill(GUARD)
+        self._huge = self.mapped_bytes > _HUGE_BYTES
+        if self._huge:
+            for guard in self._guards():
+                guard.fill(GUARD)
+        else:
+            # Also the pages that nothing is ever stored from: memory is measured later.
+            self._bytes().fill(GUARD)
         self.small = self.mapped_bytes <= _SMALL_BYTES
         self._shadow = self._bytes().copy() if self.small else None
         self._loading: set[int] = set()
@@ -106,6 +114,10 @@ class Region:
     def _bytes(self) -> npt.NDArray[np.uint8]:
         # Made anew each time: a kept array would be an export of the mapping.
         return np.frombuffer(self._memory, dtype=np.uint8)
+
+    def _guards(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        memory = self._bytes()
+        return memory[: self._start], memory[self._stop :]
 
     def _rows(self) -> npt.NDArray[np.uint8]:
         return self._bytes()[self._start : self._stop].reshape(self.num_blocks, self.row_stride)
@@ -188,27 +200,24 @@ class Region:
         changed = np.flatnonzero(memory != self._shadow)
         if not len(changed):
             return []
-        found: set[tuple[str, int]] = set()
-        for position in changed.tolist():
-            if not self._start <= position < self._stop:
-                found.add(("guard", -1))
-                continue
-            block_id, offset = divmod(position - self._start, self.row_stride)
-            if offset >= self.block_bytes:
-                found.add(("padding", block_id))
-            elif block_id not in self._loading:
-                found.add(("slot", block_id))
+        inside = (self._start <= changed) & (changed < self._stop)
+        found: set[tuple[str, int]] = set() if inside.all() else {("guard", -1)}
+        block_ids, offsets = np.divmod(changed[inside] - self._start, self.row_stride)
+        in_slot = offsets < self.block_bytes
+        found.update(("padding", block_id) for block_id in np.unique(block_ids[~in_slot]).tolist())
+        slots = set(np.unique(block_ids[in_slot]).tolist()) - self._loading
+        found.update(("slot", block_id) for block_id in slots)
         self._shadow[changed] = memory[changed]
         return sorted(found)
 
     def _changes_outside(self) -> list[tuple[str, int]]:
         """Compare what is outside of the slots with what it should be, once for each change."""
-        memory, found = self._bytes(), []
-        for guard in (memory[: self._start], memory[self._stop :]):
+        found = []
+        for guard in self._guards():
             if (guard != GUARD).any():
                 found.append(("guard", -1))
                 guard.fill(GUARD)
-        if self.row_stride > self.block_bytes:
+        if self.row_stride > self.block_bytes and not self._huge:
             padding = self._rows()[:, self.block_bytes :]
             changed = np.flatnonzero((padding != GUARD).any(axis=1)).tolist()
             found += [("padding", block_id) for block_id in changed]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kv_conformance.harness import Fault
+from kv_conformance.harness import SHORT_DEADLINES, Fault
 from kv_conformance.rig import expect, watch_calls
 from kv_conformance.run._case import case
 from kv_core.contract import Capability
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kv_core.contract import OffloadKey
 
 _TIMES: Final = 12
+_QUEUED: Final = 2048
+_LARGE_JOB: Final = 128
 
 
 def _step_with_everything(rig: Rig, rigs: Rigs, stored: Sequence[OffloadKey]) -> None:
@@ -86,6 +88,21 @@ def test_the_end_of_a_request_does_not_wait_for_its_jobs(rigs: Rigs) -> None:
             rig.submit_store(rigs.keys(min(2, rig.job_keys)), request=request)
             rig.ask(rigs.key(), request)
             rig.finish_request(request)
+
+    _expect_no_waiting(watch_calls(rig, exercise))
+
+
+@case("BLOCK-1")
+def test_a_submit_waits_for_no_place_in_a_queue(rigs: Rigs) -> None:
+    """Long prompts, more blocks than anybody makes room for, in a storage where nothing ends."""
+    rig = rigs.open(num_blocks=_QUEUED, block_bytes=512, faults=True, deadlines=SHORT_DEADLINES)
+    rig.inject(Fault.STALL)
+    size = min(rig.limits.max_job_keys or _LARGE_JOB, _LARGE_JOB)
+
+    def exercise() -> None:
+        for _ in range(_QUEUED // size):
+            # What is in the slots does not matter: nobody loads it.
+            rig.submit_store(rigs.keys(size), fill=False)
 
     _expect_no_waiting(watch_calls(rig, exercise))
 

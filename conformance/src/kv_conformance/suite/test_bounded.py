@@ -151,6 +151,20 @@ def test_the_oldest_goes_first(rigs: Rigs) -> None:
 
 
 @case("CAP-2")
+def test_a_block_that_comes_back_is_as_good_as_new(rigs: Rigs) -> None:
+    """What was evicted and is stored again does not go before what was there all the time."""
+    rig = _open(rigs)
+    keys = _fill(rigs, rig)
+    for _ in range(2 * _capacity(rig)):
+        if keys[0] not in rig.list_keys():
+            break
+        rig.stored(rigs.keys(1))
+    back = [key for key in keys[:2] if key not in rig.list_keys()]
+    rig.stored(back)
+    _expect_order(rigs, rig, back, "evicted and stored again")
+
+
+@case("CAP-2")
 def test_blocks_in_use_are_never_evicted(rigs: Rigs) -> None:
     """Blocks that are loaded over and over stay, while others come and go."""
     rig = _open(rigs)

@@ -17,7 +17,7 @@ from kv_conformance.suite._sizes import opened_with_blocks
 from kv_core.contract import Capability, JobErrorKind, make_offload_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kv_conformance.rig import Rig, Rigs
     from kv_core.contract import JobId, JobResult, OffloadKey
@@ -32,6 +32,22 @@ _DAMAGE: Final = (None, Corruption.EMPTY, Corruption.TRUNCATED, Corruption.OVERL
 _WRITERS: Final = 8
 # Of a store that is declined, for lack of space for example.
 _ATTEMPTS: Final = 20
+
+# More than clients, pools and system calls like to take at once.
+_LARGE_JOB: Final = 130
+_READERS: Final = 32
+# More than a tier has threads, each of which may keep one unfinished object for the next store.
+_FULL_STORES: Final = 40
+_TIDY_S: Final = 1.0
+# What clients send along for other systems.
+_PARAMS: Final[Mapping[str, object]] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": True,
+    "remote_block_ids": [1, 2],
+    "remote_engine_id": "elsewhere",
+    "remote_host": "host.invalid",
+    "remote_port": 1,
+}
 
 
 def _faults(rigs: Rigs) -> list[Fault]:
@@ -98,6 +114,49 @@ def test_jobs_in_flight_do_not_mix_their_bytes(rigs: Rigs) -> None:
         rig.stored([key for key in fresh if key not in stored])
         known = fresh if len(fresh) >= size else known
         rig.expect_loads(known)
+
+
+@case("DATA-1")
+def test_every_block_of_a_large_job_is_moved(rigs: Rigs) -> None:
+    """A long prompt is one job, as far as the tier takes it."""
+    rig = rigs.open(num_blocks=4 * _LARGE_JOB, block_bytes=512, retention_blocks=_LARGE_JOB)
+    keys = rigs.keys(min(_LARGE_JOB, rig.limits.min_retained_blocks))
+    rig.stored(keys)
+    rig.expect_loads(keys)
+
+
+@case("DATA-1")
+def test_many_loads_of_one_block_at_once_succeed(rigs: Rigs) -> None:
+    """A popular prefix is wanted by many requests in the same step."""
+    rig = rigs.open(num_blocks=128, block_bytes=512)
+    keys = rigs.keys(min(2, rig.job_keys))
+    rig.stored(keys)
+    jobs = [rig.submit_load(keys, request=rig.new_request()) for _ in range(_READERS)]
+    rig.wait_all(jobs)
+    failed = [rig.results[job_id].error for job_id in jobs if not rig.results[job_id].success]
+    expect(
+        not failed,
+        f"{len(failed)} of {len(jobs)} simultaneous loads of the same blocks failed: {failed[:1]}",
+    )
+
+
+@case("DATA-1")
+def test_what_a_client_sent_along_changes_no_bytes(rigs: Rigs) -> None:
+    """Parameters that are meant for others leave stores, lookups and loads as they are."""
+    rig = rigs.open()
+    request = rig.new_request(**_PARAMS)
+    keys = rigs.keys(min(3, rig.job_keys))
+    rig.stored(keys, request=request)
+    expect(
+        all(rig.resolve(keys, request)),
+        "a request with kv_transfer_params for another system did not find what it had stored",
+    )
+    loaded = rig.load(keys, request=request)
+    expect(
+        len(loaded.keys) == len(keys),
+        f"{len(keys) - len(loaded.keys)} of {len(keys)} blocks were not loaded for a request with "
+        f"kv_transfer_params for another system: {loaded.result.error}",
+    )
 
 
 # -- DATA-2 ----------------------------------------------------------------------------------------
@@ -352,6 +411,25 @@ def test_keys_that_look_alike_are_distinct(rigs: Rigs) -> None:
         rig.close()
 
 
+@case("DATA-7")
+def test_what_becomes_of_a_block_touches_no_other_group(rigs: Rigs) -> None:
+    """Of blocks with one hash, one is lost and retired, and one is deleted: the others stay."""
+    rig = rigs.open()
+    lost, deleted, *others = (make_offload_key(_HASH, index) for index in range(5))
+    rig.stored([lost, deleted, *others])
+    rig.lose(lost)
+    rig.load([lost])
+    if Capability.DELETE in rigs.spec.capabilities:
+        rig.call("delete", [deleted])
+        # Removal may follow later; it does when there is something to do.
+        rig.stored(rigs.keys(1))
+    expect(
+        all(rig.resolve(others, rig.new_request())),
+        "a block was not found after another group's block of the same hash was lost or deleted",
+    )
+    rig.expect_loads(others, clause="DATA-7")
+
+
 # -- DATA-8 ----------------------------------------------------------------------------------------
 
 
@@ -534,6 +612,33 @@ def test_faults_of_the_storage_pass(rigs: Rigs) -> None:
         rig.heal()
         _expect_working(rig, rigs, known)
         rig.close()
+
+
+@case("DATA-11")
+def test_stores_that_find_no_room_leave_none_taken(rigs: Rigs) -> None:
+    """Not every one of them leaves an unfinished object behind: the storage would stay full."""
+    if Fault.FULL not in rigs.harness.faults:
+        return
+    rig = rigs.open(num_blocks=64, faults=True)
+    rig.stored(rigs.keys(2))
+    before = rig.count_leftovers()
+    rig.inject(Fault.FULL)
+    jobs = [rig.submit_store([key]) for key in rigs.keys(_FULL_STORES)]
+    rig.wait_all(jobs, clause="DATA-11")
+    failed = sum(not rig.results[job_id].success for job_id in jobs)
+    rig.heal()
+    rig.stored(rigs.keys(2), clause="DATA-11")
+
+    def tidy() -> bool:
+        rig.step()
+        return rig.count_leftovers() - before < max(1, failed)
+
+    rig.budget.until(
+        tidy,
+        f"{failed} stores failed for lack of space, and each of them left an unfinished object",
+        _TIDY_S,
+        clause="DATA-11",
+    )
 
 
 @case("DATA-11")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kv_conformance.harness import Deadlines
+from kv_conformance.harness import Deadlines, Fault
 from kv_conformance.rig import expect
 from kv_conformance.run._case import case
 from kv_core.contract import Capability, TierUsage
@@ -143,6 +143,19 @@ def test_usage_equals_the_listing(rigs: Rigs) -> None:
     rig.close()
     rig = rigs.open(storage=rig.opening.storage)
     _expect_equal(rig, "after a second opening")
+
+
+@case("USE-1")
+def test_usage_equals_the_listing_after_an_outage(rigs: Rigs) -> None:
+    """Stores of old and of new blocks have failed, and taken nothing and added nothing."""
+    rig = rigs.open(faults=True)
+    old = rigs.keys(4)
+    rig.stored(old)
+    rig.inject(Fault.ERROR)
+    for key in [*old, *rigs.keys(2)]:
+        rig.store([key])
+    rig.heal()
+    _expect_equal(rig, "after stores of old and of new blocks in an outage")
 
 
 @case("USE-1")

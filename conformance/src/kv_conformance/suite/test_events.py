@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _CAPACITY: Final = 12
 _RETAINED: Final = 4
+_BURST: Final = 120
 # Events and removals may follow a little after a report.
 _SOON_S: Final = 1.0
 
@@ -116,6 +117,15 @@ def test_the_replay_of_events_equals_the_listing(rigs: Rigs) -> None:
     replay = _Replay(rig)
     rig.stored(rigs.keys(2 * _CAPACITY))
     replay.expect_equal("after a second opening and more stores")
+
+
+@case("EVT-1")
+def test_a_burst_of_events_is_told_in_full(rigs: Rigs) -> None:
+    """However much happens between two polls."""
+    rig = _open(rigs)
+    replay = _Replay(rig)
+    rig.stored(rigs.keys(_BURST))
+    replay.expect_equal(f"after {_BURST} stores without a poll for events")
 
 
 @case("EVT-1")

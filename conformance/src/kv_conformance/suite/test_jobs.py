@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from kv_conformance.harness import SHORT_DEADLINES, Deadlines, Fault
 from kv_conformance.rig import expect, watch_calls
 from kv_conformance.run._case import case
-from kv_core.contract import Capability
+from kv_core.contract import Capability, ReqContext
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -324,6 +324,25 @@ def test_the_end_of_the_request_does_not_lose_jobs_in_flight(rigs: Rigs) -> None
     rig.step()
     rig.finish_request(request)
     rig.step()
+    rig.heal()
+    rig.wait_all(jobs, clause="JOB-6")
+
+
+@case("JOB-6")
+def test_an_id_that_comes_back_does_not_lose_the_jobs_of_the_request_before(rigs: Rigs) -> None:
+    """Their request has ended, they have not, and another request of the same name begins."""
+    rig = rigs.open(deadlines=Deadlines(job_s=5.0), faults=True)
+    keys = rigs.keys(2)
+    rig.stored(keys)
+    rig.inject(Fault.STALL)
+    jobs = []
+    for _life in range(2):
+        request = ReqContext("comes back")
+        rig.announce(request)
+        jobs += [rig.submit_load([key], request=request) for key in keys]
+        jobs += [rig.submit_store(rigs.keys(1), request=request)]
+        rig.step()
+        rig.finish_request(request)
     rig.heal()
     rig.wait_all(jobs, clause="JOB-6")
 

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from kv_conformance.harness import SHORT_DEADLINES, Fault
+from kv_conformance.harness import SHORT_DEADLINES, Corruption, Fault
 from kv_conformance.rig import Broken, Footprint, OutOfTime, expect
 from kv_conformance.rig._attempt import attempt_open
 from kv_conformance.rig._fork import use_in_fork
@@ -17,6 +17,7 @@ from kv_conformance.run._case import case
 from kv_core.contract import Capability, ScheduleEndContext
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from kv_conformance.rig import Rig, Rigs
@@ -27,6 +28,8 @@ _MOMENT_S: Final = 2.0
 
 # How long memory is watched while threads of the tier are left that may still write.
 _WATCH_S: Final = 1.0
+
+_DAMAGE: Final = (Corruption.TRUNCATED, Corruption.EMPTY, Corruption.OVERLONG)
 
 # Which thread, or which descriptor, is the first that cannot be had.
 _NUMBERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -77,7 +80,29 @@ def test_a_shutdown_follows_a_drain(rigs: Rigs) -> None:
 # -- LIFE-2 ---------------------------------------------------------------------------------------
 
 
-def _growth(rigs: Rigs, *, faulty: bool) -> None:
+def _meet_bad_objects(rig: Rig, rigs: Rigs) -> None:
+    """Load objects that are lost or damaged, and repair them."""
+    keys = rigs.keys(4)
+    rig.stored(keys)
+    rig.lose(keys[0])
+    for key, how in zip(keys[1:], _DAMAGE, strict=True):
+        rig.corrupt(key, how)
+    for key in keys:
+        rig.load([key])
+    rig.stored(keys)
+
+
+def _meet_an_outage(rig: Rig, rigs: Rigs) -> None:
+    """Do a little of everything while the storage fails."""
+    rig.inject(Fault.ERROR)
+    keys = rigs.keys(2)[: rig.job_keys]
+    rig.store(keys)
+    rig.load(keys)
+    rig.resolve(keys)
+    rig.heal()
+
+
+def _growth(rigs: Rigs, use: Callable[[Rig, Rigs], None], *, faults: bool = False) -> None:
     """Open, use and shut down several times, and expect that not every time leaves something.
 
     Growth and not presence: a library may keep a thread pool for ever once it has been used.
@@ -85,19 +110,11 @@ def _growth(rigs: Rigs, *, faulty: bool) -> None:
     storage = rigs.storage()
     left: list[Footprint] = []
     for cycle in range(4):
-        opening = rigs.opening(storage=storage, faults=faulty)
+        opening = rigs.opening(storage=storage, faults=faults)
         settings = rigs.harness.settings(opening)
         before = Footprint.now()
-        rig = rigs.open(storage=storage, faults=faulty, settings=settings)
-        if faulty:
-            rig.inject(Fault.ERROR)
-            keys = rigs.keys(2)[: rig.job_keys]
-            rig.store(keys)
-            rig.load(keys)
-            rig.resolve(keys)
-            rig.heal()
-        else:
-            _work(rig, rigs)
+        rig = rigs.open(storage=storage, faults=faults, settings=settings)
+        use(rig, rigs)
         rig.shutdown()
         # The first time is for what is started once and for all.
         if cycle:
@@ -119,13 +136,19 @@ def _growth(rigs: Rigs, *, faulty: bool) -> None:
 @case("LIFE-2")
 def test_opening_and_closing_leaves_nothing(rigs: Rigs) -> None:
     """No thread, process, socket or file, however often it is done."""
-    _growth(rigs, faulty=False)
+    _growth(rigs, _work)
 
 
 @case("LIFE-2")
 def test_failed_jobs_leave_nothing(rigs: Rigs) -> None:
     """What was opened for a job that failed is closed as well."""
-    _growth(rigs, faulty=True)
+    _growth(rigs, _meet_an_outage, faults=True)
+
+
+@case("LIFE-2")
+def test_bad_objects_leave_nothing(rigs: Rigs) -> None:
+    """What was opened for an object that turned out lost or damaged is closed as well."""
+    _growth(rigs, _meet_bad_objects)
 
 
 # -- LIFE-3 ---------------------------------------------------------------------------------------

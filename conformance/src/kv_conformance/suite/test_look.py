@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _ERRORS: Final = Deadlines(lookup_s=2.0)
 # Longer than the test: it looks before the back-off has passed, however busy the machine is.
 _LONG_BACKOFF: Final = Deadlines(error_backoff_s=30.0)
+# Batches of services end at 100, 128, 256.
+_LARGE_BATCH: Final = 300
 # A longer back-off is not waited for.
 _LONGEST_WAIT_S: Final = 5.0
 
@@ -157,7 +159,23 @@ def test_a_stored_key_is_found(rigs: Rigs) -> None:
     rig.stored(keys)
     expect(all(rig.resolve(keys)), "a stored key was not found")
     expect(all(rig.resolve(keys, rig.new_request())), "a new request did not find a stored key")
-    expect(rig.finds(keys[0], rig.new_request()), "`lookup_many` found a key and `lookup` did not")
+    _expect_found_alone(rig, keys[0], rig.new_request())
+
+
+def _expect_found_alone(rig: Rig, key: OffloadKey, request: ReqContext) -> None:
+    """Expect that ``lookup`` finds a key, without ``lookup_many``."""
+    answer: bool | None = None
+
+    def known() -> bool:
+        nonlocal answer
+        answer = rig.ask(key, request)
+        rig.step()
+        return answer is not None
+
+    rig.budget.until(
+        known, "a lookup did not resolve", rig.limits.lookup_deadline_s, clause="LOOK-2"
+    )
+    expect(answer, "`lookup_many` found a key and `lookup` did not")
 
 
 @case("LOOK-3")
@@ -169,6 +187,23 @@ def test_a_stored_key_is_found_beside_absent_ones(rigs: Rigs) -> None:
     expect(
         rig.resolve([first, gap, last])[::2] == [True, True],
         "of three keys the first and the last are stored, and not both were found in one batch",
+    )
+
+
+@case("LOOK-3")
+def test_a_stored_key_is_found_anywhere_in_a_large_batch(rigs: Rigs) -> None:
+    """A long prompt asks for more keys than services take at once."""
+    rig = rigs.open()
+    stored = rigs.keys(3)
+    rig.stored(stored)
+    half = rigs.keys(_LARGE_BATCH // 2), rigs.keys(_LARGE_BATCH // 2)
+    batch = [stored[0], *half[0], stored[1], *half[1], stored[2]]
+    answers = dict(zip(batch, rig.resolve(batch), strict=True))
+    found = [answers[key] for key in stored]
+    expect(
+        all(found),
+        f"of stored keys at the beginning, in the middle and at the end of a batch of {len(batch)},"
+        f" {found.count(False)} were not found",
     )
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from kv_conformance.rig import Rig, Rigs
     from kv_core.contract import OffloadKey, ReqContext
 
+# Running and waiting requests of a busy server.
+_CROWD: Final = 1200
+
 _NAMES: Final = (
     "lookup_queries",
     "lookup_hits",
@@ -109,6 +112,41 @@ def _resolve_exactly(
     answers = rig.resolve([*stored, *absent], request)
     expect(all(answers[: len(stored)]), "a stored key was not found", clause="LOOK-3")
     expect(not any(answers[len(stored) :]), "an absent key was found", clause="LOOK-1")
+
+
+@case("MET-1")
+def test_a_crowd_of_requests_makes_nobody_count_again(rigs: Rigs) -> None:
+    """The first of many that are alive at the same time repeats its question."""
+    rig = rigs.open()
+    key = rigs.key()
+    rig.stored([key])
+    first = rig.new_request()
+    waiting = [first]
+
+    def settled() -> bool:
+        waiting[:] = [request for request in waiting if rig.ask(key, request) is None]
+        rig.step()
+        return not waiting
+
+    def settle() -> None:
+        rig.budget.until(
+            settled, "a lookup did not resolve", rig.limits.lookup_deadline_s, clause="LOOK-2"
+        )
+
+    settle()
+    for _ in range(_CROWD):
+        waiting.append(rig.new_request())
+        rig.ask(key, waiting[-1])
+    settle()
+    before = _measure(rig)
+    rig.resolve([key], first)
+    _expect_moved(
+        rig,
+        before,
+        f"the first of more than {_CROWD} requests that are alive asked for the same key again",
+        lookup_queries=0,
+        lookup_hits=0,
+    )
 
 
 @case("MET-1")

@@ -110,6 +110,26 @@ def test_fields_of_a_namespace_do_not_run_into_each_other(rigs: Rigs) -> None:
     _expect_apart(rigs, _shifted())
 
 
+@case("NS-1")
+def test_a_block_of_another_namespace_does_not_stand_in_for_a_store(rigs: Rigs) -> None:
+    """After the weights have changed, the same prompts are stored again, and not skipped."""
+    storage = rigs.storage()
+    rig = rigs.open(storage=storage, namespace=_STORED, num_blocks=8)
+    keys = rigs.keys(2)
+    rig.stored(keys)
+    if Capability.SHARED not in rigs.spec.capabilities:
+        rig.shutdown()
+    namespace = dataclasses.replace(_STORED, epoch=_STORED.epoch + 1)
+    other = rigs.open(storage=storage, namespace=namespace, num_blocks=8)
+    other.stored(keys, clause="NS-1")
+    expect(
+        all(other.resolve(keys)),
+        "a block was stored in one namespace, stored successfully in another with a later epoch, "
+        "and not found there",
+    )
+    other.expect_loads(keys, clause="NS-1")
+
+
 @case("NS-2")
 def test_a_fresh_process_finds_what_persists(rigs: Rigs) -> None:
     """Another interpreter, with other salts of its own, opens the same storage."""

@@ -40,6 +40,18 @@ def test_a_reopened_tier_finds_its_blocks(rigs: Rigs) -> None:
 
 
 @case("PERS-1")
+def test_a_reopened_tier_loads_without_a_lookup(rigs: Rigs) -> None:
+    """The first thing that it is asked for is a load, and the block is not lost by that."""
+    rig = rigs.open()
+    keys = rigs.keys(4)
+    rig.stored(keys)
+    rig.close()
+    rig = rigs.open(storage=rig.opening.storage)
+    rig.expect_loads(keys, clause="PERS-1")
+    expect(all(rig.resolve(keys)), "keys were loaded and then not found by a reopened tier")
+
+
+@case("PERS-1")
 def test_a_block_that_was_replaced_is_found_again(rigs: Rigs) -> None:
     """A lost block that was stored anew, and blocks that were stored after a reopening."""
     rig = rigs.open()

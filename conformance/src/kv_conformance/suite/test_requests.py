@@ -28,6 +28,11 @@ _DEADLINES: Final = Deadlines(lookup_s=0.5)
 _LOOKUP_DEADLINES: Final = 3
 # Less than the smallest thing that can be kept for a request: its id, in a set, takes 80.
 _BYTES_OF_A_REQUEST: Final = 16
+_JOBS_OF_A_ROUND: Final = 200
+# A log of jobs may have a bound of some thousand entries.
+_FEWEST_ROUNDS_OF_JOBS: Final = 20
+# Less than the smallest thing that can be kept for a job, and more than chance.
+_BYTES_OF_A_JOB: Final = 60
 
 
 @case("REQ-1")
@@ -118,6 +123,40 @@ def test_ended_requests_leave_nothing_behind(rigs: Rigs) -> None:
             _come_and_go(rigs, rig, stored)
             grown = (_traced_bytes() - before) / _REQUESTS_OF_A_ROUND
             rounds += 1
+
+
+@case("REQ-2", limit_s=120)
+def test_jobs_leave_nothing_behind(rigs: Rigs) -> None:
+    """Memory comes to rest while the same blocks are stored and loaded, found and not found."""
+    rig = rigs.open(num_blocks=_JOBS_OF_A_ROUND, block_bytes=512)
+    stored, absent = rigs.keys(2)
+    # What is made once is made now.
+    _store_and_load(rig, stored, absent)
+    rounds, grown = 0, math.inf
+    with _tracing():
+        while grown >= _BYTES_OF_A_JOB:
+            expect(
+                rounds < _FEWEST_ROUNDS_OF_JOBS,
+                f"after {rounds * _JOBS_OF_A_ROUND} reported jobs of the same few blocks, each "
+                f"further one still leaves {grown:.0f} bytes behind",
+            )
+            before = _traced_bytes()
+            _store_and_load(rig, stored, absent)
+            grown = (_traced_bytes() - before) / _JOBS_OF_A_ROUND
+            rounds += 1
+
+
+def _store_and_load(rig: Rig, stored: OffloadKey, absent: OffloadKey) -> None:
+    """Carry a round of jobs out, for one request, which ends."""
+    request = rig.new_request()
+    jobs = []
+    for _ in range(_JOBS_OF_A_ROUND // 4):
+        jobs += [rig.submit_store([stored], request=request)]
+        jobs += [rig.submit_load([key], request=request) for key in (stored, absent, stored)]
+    rig.wait_all(jobs)
+    rig.finish_request(request)
+    rig.call("take_events")
+    rig.forget_results()
 
 
 def _come_and_go(rigs: Rigs, rig: Rig, stored: Sequence[OffloadKey]) -> None:

@@ -26,6 +26,11 @@ _LARGE_BLOCKS: Final = 16
 _JOB_BLOCK_BYTES: Final = 4 << 20
 _ROUNDS: Final = 6
 
+# The last rows begin beyond 2 GiB, where an offset needs more than 31 bits.
+_FAR_STRIDE: Final = 1 << 20
+_FAR_BLOCKS: Final = 2056
+_FAR_SLOTS: Final = (2055, 0, 2048, 7, 2047)
+
 # (block_bytes, row_stride): padded rows, and sizes that no alignment fits.
 _ODD_ROWS: Final = ((4096, 4608), (5000, 8192), (4097, 4097), (513, 640))
 
@@ -207,3 +212,25 @@ def test_padded_rows_and_odd_sizes_are_honoured(rigs: Rigs) -> None:
         rig.stored(keys, clause="ZC-4")
         rig.expect_loads(keys)
         rig.close()
+
+
+@case("ZC-4")
+def test_blocks_beyond_two_gibibytes_are_moved(rigs: Rigs) -> None:
+    """In a region of usual size; of this one, only the few slots that are used take memory."""
+    rig = opened_with_blocks(rigs, 4096, num_blocks=_FAR_BLOCKS, row_stride=_FAR_STRIDE)
+    rig.blame_bytes = "ZC-4"
+    rig.take_slots(_FAR_BLOCKS)
+    keys = rigs.keys(len(_FAR_SLOTS))
+    stores = [
+        rig.submit_store([key], slots=[slot]) for key, slot in zip(keys, _FAR_SLOTS, strict=True)
+    ]
+    rig.wait_all(stores)
+    loads = [
+        rig.submit_load([key], slots=[slot])
+        for key, slot, store in zip(keys, _FAR_SLOTS[::-1], stores, strict=True)
+        # A store may fail.
+        if rig.results[store].success
+    ]
+    rig.wait_all(loads)
+    failed = [rig.results[job_id].error for job_id in loads if not rig.results[job_id].success]
+    expect(not failed, f"{len(failed)} of {len(loads)} stored blocks were not loaded: {failed[:1]}")
