@@ -108,13 +108,12 @@ class Memory:
                         page[:] = place
 
     def _clear_unused(self, refs: Sequence[tuple[int, int]], slot: int) -> None:
-        """Zero what a group does not write of a slot, byte by byte."""
-        used = {(tensor, byte) for tensor, size in refs for byte in range(size)}
+        """Zero what a group does not write of a slot, one GPU page at a time."""
         for index, page_bytes in enumerate(self.layout.pages):
             row = self.cpu_tensors()[index][slot]
-            for byte in range(len(row)):
-                if (index, byte % page_bytes) not in used:
-                    row[byte] = 0
+            used_bytes = max((size for tensor, size in refs if tensor == index), default=0)
+            for start in range(0, len(row), page_bytes):
+                row[start + used_bytes : start + page_bytes] = 0
 
     def kv_caches(self, tensors: Sequence[KVTensor]) -> CanonicalKVCaches:
         """Describe the GPU side."""
