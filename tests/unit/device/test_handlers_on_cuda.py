@@ -166,7 +166,7 @@ def test_a_store_waits_for_the_writers_of_its_pages(rig: Rig) -> None:
         rig.spin()
         rig.gpu[5].fill_(turn)
         rig.store(turn, [5], [turn])
-    rig.handlers.gpu_to_cpu.wait(range(1, 9))
+        rig.handlers.gpu_to_cpu.wait([turn])
     stored = rig.cpu[1:9]
     assert stored.amin(dim=1).tolist() == stored.amax(dim=1).tolist() == list(range(1, 9))
 
