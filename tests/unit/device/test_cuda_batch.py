@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -369,6 +370,32 @@ def test_a_stream_sends_a_batch_to_the_driver(stub: Stub, api: Api) -> None:
     record = stub.record
     assert (record.batch_calls, record.stream, record.source_access_order) == (1, STREAM, 3)
     assert list(record.destination_hint) == [1, 1]
+
+
+@pytest.fixture
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Define the kernel anew, for the interpreter, and let nobody else find it."""
+    kernel = "kv_core.device.copy._triton_kernel"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delitem(sys.modules, kernel, raising=False)
+    yield
+    sys.modules.pop(kernel, None)
+
+
+@pytest.mark.torch
+@pytest.mark.usefixtures("_interpreter")
+def test_a_stream_leaves_loads_of_small_pages_to_the_kernel(stub: Stub, api: Api) -> None:
+    """The driver is asked about the memory only."""
+    torch: Any = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    pages = Pages(count=20)
+    stub.add_memory(pages.source, HOST)
+    stub.add_memory(pages.found, DEVICE)
+    backend = CudaCopyBackend(stub.driver, api, torch.device("cpu"), page_sizes=[48])
+    ticket = backend.open_stream("cpu-to-gpu").submit(pages.batch)
+    assert ticket.error is None
+    np.testing.assert_array_equal(pages.found, pages.expected)
+    assert (stub.record.batch_calls, stub.record.single_calls) == (0, 0)
 
 
 def test_a_store_is_read_in_stream_order(stub: Stub, api: Api) -> None:

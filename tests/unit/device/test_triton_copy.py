@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kv_core.device.copy import CopyBatch, CudaCopier
+from kv_core.device.copy import CopyBatch, CudaCopyBackend
 from kv_core.device.copy._triton import TritonCopier, chunk_bytes_of
 
 if TYPE_CHECKING:
@@ -56,22 +57,37 @@ class Mark:
 
 
 class Api:
-    """Makes events, and keeps them."""
+    """Makes streams and events, keeps the events, and knows the current stream."""
 
     def __init__(self) -> None:
         self.marks: list[Mark] = []
+        self.current: object = None
+
+    def Stream(self, device: object) -> Any:  # noqa: N802 - torch.cuda's name
+        """Make a stream."""
+        return SimpleNamespace(device=device)
 
     def Event(self, *, enable_timing: bool) -> Mark:  # noqa: N802 - torch.cuda's name
         """Make an event."""
         self.marks.append(Mark())
         return self.marks[-1]
 
+    def current_stream(self, device: object) -> Any:
+        """Return the compute stream of a device."""
+        return f"compute stream of {device}"
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        """Make a stream the current one."""
+        self.current, before = stream, self.current
+        yield
+        self.current = before
+
 
 def _copier(api: Api, *page_sizes: int) -> TritonCopier:
     torch: Any = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    any_api: Any = api
-    return TritonCopier(any_api, torch.device("cpu"), page_sizes)
+    return TritonCopier(api, torch.device("cpu"), page_sizes)
 
 
 class Pages(NamedTuple):
@@ -225,7 +241,7 @@ def test_a_chunk_is_a_power_of_two_up_to_8_kib(page_bytes: int, chunk_bytes: int
 def test_without_a_compiler_copies_go_on_without_the_kernel(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A back end whose kernel cannot be made warns, and leaves all copies to the driver."""
+    """A back end whose kernel cannot be made warns once, and leaves all copies to the driver."""
     torch: Any = pytest.importorskip("torch")
 
     def refuse(*_arguments: object) -> None:
@@ -233,8 +249,19 @@ def test_without_a_compiler_copies_go_on_without_the_kernel(
 
     monkeypatch.setattr(TritonCopier, "_launch", refuse)
     driver: Any = SimpleNamespace()
-    api: Any = Api()
-    copier = CudaCopier(driver, api, torch.device("cpu"), page_sizes=[64])
-    assert copier.has_kernel is False
-    assert "Failed to find C compiler" in caplog.text
-    assert "TRITON_CACHE_DIR" in caplog.text
+    backend = CudaCopyBackend(driver, Api(), torch.device("cpu"), page_sizes=[64])
+    for name in ("gpu-to-cpu", "cpu-to-gpu"):
+        backend.open_stream(name)
+    (record,) = caplog.records
+    assert "Failed to find C compiler" in record.getMessage()
+    assert "TRITON_CACHE_DIR" in record.getMessage()
+
+
+@needs_torch
+def test_the_kernel_is_compiled_for_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the one that happens to be current when a worker starts."""
+    api, seen = Api(), list[object]()
+    monkeypatch.setattr(TritonCopier, "_launch", lambda *_arguments: seen.append(api.current))
+    _copier(api, 64, 4096)
+    assert seen == ["compute stream of cpu"] * 2
+    assert api.current is None

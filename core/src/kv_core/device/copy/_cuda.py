@@ -57,10 +57,11 @@ class CudaCopyBackend:
 
     def open_stream(self, name: str) -> CopyStream:  # noqa: ARG002 - CUDA streams have no name
         """Open a stream, and compile the kernel for it if that has not happened yet."""
-        return _CudaStream(
-            OrderedStream(self._api, self._device),
-            CudaCopier(self._driver, self._api, self._device, self._page_sizes),
-        )
+        copier = CudaCopier(self._driver, self._api, self._device, self._page_sizes)
+        if not copier.has_kernel:
+            # What cannot be compiled for one stream is not tried, and warned of, for the next.
+            self._page_sizes = ()
+        return _CudaStream(OrderedStream(self._api, self._device), copier)
 
 
 @final

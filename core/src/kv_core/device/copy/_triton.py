@@ -66,8 +66,10 @@ class TritonCopier:
         self._in_flight: list[_Descriptors] = []
         self._chunk_sizes = sorted({chunk_bytes_of(size) for size in page_sizes})
         descriptors = self._take(0)
-        for chunk_bytes in self._chunk_sizes:
-            self._launch(descriptors, 0, chunk_bytes)
+        # Triton compiles for the current device, which need not be this one.
+        with api.stream(api.current_stream(device)):
+            for chunk_bytes in self._chunk_sizes:
+                self._launch(descriptors, 0, chunk_bytes)
         self._spare.append(descriptors)
 
     def copy(self, batch: CopyBatch, stream: Any) -> None:
