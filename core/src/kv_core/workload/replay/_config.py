@@ -143,8 +143,12 @@ class ReplayConfig:
                     "mode 'offloading'",
                     setting=name,
                 )
-        # Says what is wrong with sizes.
-        self.simple_config(tokens_per_block=1)
+        if self.cpu_bytes < self.block_bytes:
+            raise ConfigError(
+                f"'cpu_bytes' is {self.cpu_bytes}, but one block takes {self.block_bytes} bytes of "
+                "CPU memory; give it room for at least one",
+                setting="cpu_bytes",
+            )
 
     @property
     def is_simple(self) -> bool:
