@@ -1,0 +1,132 @@
+"""The copy thread: copies in order, and one number a direction that says how far it has got."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kv_core.device import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kv_core.simple import NO_EVENT, DmaCopyBackend, HostComputeOrder
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kv_core.device.copy import CopyBatch
+
+
+class Ticket:
+    """A copy that ends when the test says so."""
+
+    error = None
+    elapsed_seconds = 0.5
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def done(self) -> bool:
+        """Say whether it has ended."""
+        return self.ended.is_set()
+
+    def wait(self) -> None:
+        """Wait for the test."""
+        assert self.ended.wait(30)
+
+
+class Stream:
+    """Keeps what is submitted."""
+
+    def __init__(self) -> None:
+        self.batches: list[CopyBatch] = []
+        self.tickets: list[Ticket] = []
+        self.is_closed = False
+        self.submitted = threading.Semaphore(0)
+
+    def submit(self, batch: CopyBatch) -> Ticket:
+        """Take a batch."""
+        self.batches.append(batch)
+        ticket = Ticket()
+        self.tickets.append(ticket)
+        self.submitted.release()
+        return ticket
+
+    def close(self) -> None:
+        """Take note."""
+        self.is_closed = True
+
+
+class Backend:
+    """Opens streams and keeps them by name."""
+
+    name = "test"
+
+    def __init__(self) -> None:
+        self.streams: dict[str, Stream] = {}
+
+    def open_stream(self, name: str) -> Stream:
+        """Open a stream."""
+        return self.streams.setdefault(name, Stream())
+
+
+def open_copies(
+    backend: Backend,
+) -> tuple[DmaCopyBackend, npt.NDArray[np.int8], npt.NDArray[np.int8]]:
+    """Return copies between tensors whose GPU pages are padded to 32 bytes."""
+    gpu = np.zeros((4, 32), dtype=np.int8)[:, :24]
+    cpu = np.zeros((4, 24), dtype=np.int8)
+    caches = CanonicalKVCaches((CanonicalKVCacheTensor(gpu, 24),), ((CanonicalKVCacheRef(0, 24),),))
+    return DmaCopyBackend(caches, [cpu], backend, HostComputeOrder()), gpu, cpu
+
+
+def test_a_direction_has_got_as_far_as_its_last_copy_in_order() -> None:
+    """A later copy that ended earlier does not count before the others have."""
+    backend = Backend()
+    copies, _, _ = open_copies(backend)
+    for event in (3, 4, 7):
+        copies.launch_copy(event, [1], [1], is_store=True)
+    copies.launch_copy(0, [2], [2], is_store=False)
+    for name in ("store", "store", "store", "load"):
+        assert backend.streams[name].submitted.acquire(timeout=30)
+    tickets = backend.streams["store"].tickets
+    assert copies.high_water_mark(is_store=True) == NO_EVENT
+    tickets[1].ended.set()
+    assert copies.poll(is_store=True) == []
+    tickets[0].ended.set()
+    assert [copy.event for copy in copies.poll(is_store=True)] == [3, 4]
+    assert copies.high_water_mark(is_store=True) == 4
+    assert copies.high_water_mark(is_store=False) == NO_EVENT
+    for stream in backend.streams.values():
+        for ticket in stream.tickets:
+            ticket.ended.set()
+    copies.flush()
+    (last,) = copies.poll(is_store=True)
+    assert (last.event, last.error, last.num_bytes, last.seconds) == (7, None, 24, 0.5)
+    assert copies.high_water_mark(is_store=True) == 7
+    copies.shutdown()
+    assert all(stream.is_closed for stream in backend.streams.values())
+
+
+def test_descriptors_name_the_pages_of_both_sides() -> None:
+    """Rows of the GPU tensor are farther apart than its pages are long."""
+    backend = Backend()
+    copies, gpu, cpu = open_copies(backend)
+    copies.launch_copy(0, [3, 1], [0, 2], is_store=True)
+    copies.launch_copy(0, [3, 1], [0, 2], is_store=False)
+    copies.shutdown()
+    (store,), (load,) = (backend.streams[name].batches for name in ("store", "load"))
+    gpu_addresses = [gpu.ctypes.data + 32 * block_id for block_id in (3, 1)]
+    cpu_addresses = [cpu.ctypes.data + 24 * block_id for block_id in (0, 2)]
+    assert (store.sources.tolist(), store.destinations.tolist()) == (gpu_addresses, cpu_addresses)
+    assert (load.sources.tolist(), load.destinations.tolist()) == (cpu_addresses, gpu_addresses)
+    assert store.sizes.tolist() == load.sizes.tolist() == [24, 24]
+
+
+def test_sides_that_do_not_fit_are_refused() -> None:
+    """Before anything is copied, with both sizes."""
+    gpu = np.zeros((2, 8), dtype=np.int8)
+    caches = CanonicalKVCaches((CanonicalKVCacheTensor(gpu, 8),), ((CanonicalKVCacheRef(0, 8),),))
+    cpu = np.zeros((2, 16), dtype=np.int8)
+    with pytest.raises(ValueError, match=r"rows of \[16\] bytes, expected .* \[8\]"):
+        DmaCopyBackend(caches, [cpu], Backend(), HostComputeOrder())
