@@ -145,6 +145,21 @@ def test_preemption_flushes_what_is_in_flight(
     assert not engine.step(preempted=frozenset({"r"})).need_flush
 
 
+def test_preemption_flushes_a_load_in_flight(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+) -> None:
+    """It writes to blocks that the engine wants back."""
+    engine = make_engine()
+    engine.store("ab")
+    request = make_request("r", "ab")
+    engine.matched(request)
+    engine.scheduler.update_state_after_alloc(request, engine.allocate(request, 2), 8)
+    metadata = engine.step()
+    assert engine.step(preempted=frozenset({"r"})).need_flush
+    engine.report(metadata)
+    assert not engine.step(preempted=frozenset({"r"})).need_flush
+
+
 def test_tokens_that_left_a_window_are_not_stored(
     make_engine: Callable[..., Engine], make_request: Callable[..., Request]
 ) -> None:
@@ -192,3 +207,15 @@ def test_events_tell_what_is_there(
     ]
     assert {event.medium for event in events} == {"CPU"}
     assert engine.scheduler.take_events() == []
+
+
+def test_what_is_computed_again_counts_as_used(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+) -> None:
+    """A request that found its blocks on the GPU needs them all the same when they are gone."""
+    engine = make_engine(cpu_blocks=4)
+    engine.store("ab")
+    engine.store("cd")
+    assert engine.compute(make_request("r", "ab")).store_event == -1
+    engine.store("xy")
+    assert (engine.finds("ab"), engine.finds("cd")) == (2, 0)

@@ -207,3 +207,24 @@ def test_a_block_found_while_it_is_stored_stays_with_its_user(
     assert engine.pool.num_free == 2
     assert engine.finds("ab") == (0 if failed else 2)
     assert engine.stat("stores_failed") == failed
+
+
+def test_blocks_that_requests_use_again_are_not_counted(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+) -> None:
+    """The cursor goes as far beyond them, also when the request has nothing to load."""
+    engine = make_engine(lazy=True, gpu_blocks=9, max_batched_tokens=8)
+    first, second = make_request("r", "abcd", 0), make_request("s", "wxyz", 0)
+    for request in (first, second):
+        engine.compute(request)
+    tables = {request: engine.tables[request.req_id][0] for request in (first, second)}
+    engine.finish(first)
+    engine.finish(second)
+    metadata = engine.step()
+    assert metadata.store_gpu_blocks == tuple(tables[first])
+    engine.report(metadata)
+    assert engine.step().store_event == -1
+    engine.pool.acquire(tables[first][:2])
+    engine.scheduler.update_state_after_alloc(first, [tables[first][:2]], 0)
+    engine.pool.release(tables[first][:2])
+    assert engine.step().store_gpu_blocks == tuple(tables[second][2:])
