@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class FakeEvent:
     """Reached when its stream gets to where it was recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, enable_timing: bool = False) -> None:
         self.is_reached = False
 
     def record(self, stream: FakeStream) -> None:
@@ -173,7 +173,7 @@ class Rig:
         self.device.compute.work.append(run)
 
 
-def streams(device: FakeDevice) -> ComputeOrder:
+def streams(device: Any) -> ComputeOrder:
     """Return what is under test."""
     return StreamComputeOrder(device, "cuda:0")
 

@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kv_core.device import KVTensor
+    from kv_core.device import KVTensor, StreamApi
 
 __all__ = ["ComputeOrder", "HostComputeOrder", "StreamComputeOrder", "compute_order_of"]
 
@@ -49,11 +49,11 @@ class HostComputeOrder:
 class StreamComputeOrder:
     """Device memory, with streams and events."""
 
-    def __init__(self, api: Any, device: Any) -> None:
+    def __init__(self, api: StreamApi, device: Any) -> None:
         """Open the stream from which the copy thread submits.
 
         Args:
-            api: ``torch.cuda``, or something like it.
+            api: Makes streams and events, as ``torch.cuda`` does.
             device: The device, as the API names it.
         """
         self._api = api
@@ -63,7 +63,7 @@ class StreamComputeOrder:
 
     def mark(self) -> AbstractContextManager[None]:
         """Record an event behind the work submitted so far."""
-        event = self._api.Event()
+        event = self._api.Event(enable_timing=False)
         event.record(self._api.current_stream(self._device))
         return self._after(event)
 
