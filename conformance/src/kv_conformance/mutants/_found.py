@@ -222,6 +222,28 @@ def has_room_for_a_hundred_events(workdir: Path) -> Harness:
     return FolderHarness(workdir, folder_spec(_FewEvents))
 
 
+# -- unusual bytes ---------------------------------------------------------------------------------
+
+
+class _StoresNoZeros(FolderTier):
+    @override
+    def write_block(self, key: OffloadKey, data: memoryview) -> int | None:
+        if not any(data):
+            # A slot that nobody has written, as it seems.
+            return 0
+        return super().write_block(key, data)
+
+
+@mutant(
+    "DATA-1",
+    breaks="Takes a block of zeros for one that was never written, and stores nothing.",
+    source="layers that a model leaves empty; storage that saves the space of zeros",
+)
+def stores_no_zeros(workdir: Path) -> Harness:
+    """Make the harness."""
+    return FolderHarness(workdir, folder_spec(_StoresNoZeros))
+
+
 # -- large memory ----------------------------------------------------------------------------------
 
 

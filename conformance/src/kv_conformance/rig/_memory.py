@@ -86,6 +86,7 @@ class Region:
     Attributes:
         primary: What the tier is given.
         mapped_bytes: Memory that the region takes itself, guards included; without the shadow.
+        zeros: Keys whose bytes are all zero, for a test to add to.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, row_stride: int) -> None:
@@ -108,6 +109,7 @@ class Region:
         self.small = self.mapped_bytes <= _SMALL_BYTES
         self._shadow = self._bytes().copy() if self.small else None
         self._loading: set[int] = set()
+        self.zeros: set[OffloadKey] = set()
         flat = memoryview(self._memory)[self._start : self._stop]
         self.primary = PrimaryView(flat.cast("B", (num_blocks, row_stride)), block_bytes)
 
@@ -124,9 +126,14 @@ class Region:
 
     # -- contents -----------------------------------------------------------------------------
 
+    def _pieces(self, key: OffloadKey) -> Iterable[tuple[int, npt.NDArray[np.uint8]]]:
+        if key in self.zeros:
+            return [(0, np.zeros(self.block_bytes, dtype=np.uint8))]
+        return _pieces_of(key, self.block_bytes)
+
     def fill(self, block_id: int, key: OffloadKey) -> None:
         """Write the bytes of a key into a slot."""
-        for offset, piece in _pieces_of(key, self.block_bytes):
+        for offset, piece in self._pieces(key):
             self._write(block_id, offset, piece)
 
     def poison(self, block_id: int) -> None:
@@ -153,7 +160,7 @@ class Region:
         """Say what stands where the bytes of a key should; ``None``: they are all there."""
         payload = self._rows()[block_id, : self.block_bytes]
         found: set[int] = set()
-        for offset, piece in _pieces_of(key, self.block_bytes):
+        for offset, piece in self._pieces(key):
             there = payload[offset : offset + len(piece)]
             found.update(np.unique(there[there != piece]).tolist())
         if not found:

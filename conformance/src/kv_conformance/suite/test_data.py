@@ -141,6 +141,21 @@ def test_many_loads_of_one_block_at_once_succeed(rigs: Rigs) -> None:
 
 
 @case("DATA-1")
+def test_blocks_of_zeros_are_blocks(rigs: Rigs) -> None:
+    """Several keys with the same bytes, which look like nothing: unused layers are like that."""
+    rig = rigs.open()
+    keys = rigs.keys(3)
+    rig.region.zeros.update(keys)
+    rig.stored(keys)
+    expect(all(rig.resolve(keys)), "a block of zeros was stored and not found")
+    rig.expect_loads(keys)
+    if Capability.DELETE in rigs.spec.capabilities:
+        rig.call("delete", keys[:1])
+        rig.stored(rigs.keys(1))
+        rig.expect_loads(keys[1:])
+
+
+@case("DATA-1")
 def test_what_a_client_sent_along_changes_no_bytes(rigs: Rigs) -> None:
     """Parameters that are meant for others leave stores, lookups and loads as they are."""
     rig = rigs.open()

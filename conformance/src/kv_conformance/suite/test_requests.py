@@ -28,9 +28,9 @@ _DEADLINES: Final = Deadlines(lookup_s=0.5)
 _LOOKUP_DEADLINES: Final = 3
 # Less than the smallest thing that can be kept for a request: its id, in a set, takes 80.
 _BYTES_OF_A_REQUEST: Final = 16
-_JOBS_OF_A_ROUND: Final = 200
+_JOBS_OF_A_ROUND: Final = 100
 # A log of jobs may have a bound of some thousand entries.
-_FEWEST_ROUNDS_OF_JOBS: Final = 20
+_FEWEST_ROUNDS_OF_JOBS: Final = 40
 # Less than the smallest thing that can be kept for a job, and more than chance.
 _BYTES_OF_A_JOB: Final = 60
 
