@@ -8,11 +8,12 @@ own in the place of standard error.
 from __future__ import annotations
 
 import faulthandler
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+import os
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from kv_conformance.run._journal import Journal
 
@@ -27,7 +28,7 @@ __all__ = [
 
 _MOST_FRAMES: Final = 3
 
-_files: dict[Path, IO[bytes]] = {}
+_descriptors: dict[Path, int] = {}
 
 
 def stacks_path(journal: Path) -> Path:
@@ -35,11 +36,11 @@ def stacks_path(journal: Path) -> Path:
     return journal.with_suffix(".stacks")
 
 
-def _file(journal: Journal) -> IO[bytes]:
+def _file(journal: Journal) -> int:
     path = stacks_path(journal.path)
-    if path not in _files:
-        _files[path] = path.open("ab", buffering=0)
-    return _files[path]
+    if path not in _descriptors:
+        _descriptors[path] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    return _descriptors[path]
 
 
 def catch_crashes(journal: Journal) -> None:
