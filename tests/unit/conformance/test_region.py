@@ -80,3 +80,26 @@ def test_a_view_that_is_held_is_in_the_way_of_unmapping() -> None:
     finally:
         gc.enable()
     assert region.unexpected_changes() == []
+
+
+def test_a_huge_region_takes_no_memory_for_slots_that_nobody_uses() -> None:
+    """Its guards are watched, its last slot lies beyond 2 GiB, and its rows stay as mapped."""
+    region = Region(2056, 4096, 1 << 20)
+    region.fill(2055, KEY)
+    assert region.holds(2055, KEY)
+    assert bytes(region.primary.block(2054)) == bytes(4096)
+    assert region.unexpected_changes() == []
+    np.frombuffer(region._memory, dtype=np.uint8)[-1] = 0
+    assert region.unexpected_changes() == [("guard", -1)]
+    assert region.unmap() is None
+
+
+def test_a_key_of_zeros_has_no_other_bytes() -> None:
+    """Its slot is all zero, and what was not written is told apart from that."""
+    region = Region(2, 4096, 4096)
+    region.zeros.add(KEY)
+    region.fill(0, KEY)
+    region.clear(1)
+    assert bytes(region.primary.block(0)) == bytes(4096)
+    assert region.holds(0, KEY)
+    assert region.difference(1, KEY) is Difference.UNTOUCHED
