@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["copy_ranges", "merge_adjacent"]
 
-# How the ways to copy compare with one memcpy of the same bytes, random pages, one thread, on a
-# machine like CI's (tests/benchmarks/host_copy.py repeats it):
+# How the ways to copy compare with one memcpy of the same bytes, random pages, by the time of one
+# thread, on a machine like CI's (tests/benchmarks/host_copy.py measures those without a compiler):
 #
 #   page      C loop   memmove calls   numpy pages   process_vm_readv
 #   4 KiB      67 %        34 %           44 %            33 %
