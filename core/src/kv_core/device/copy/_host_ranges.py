@@ -31,10 +31,10 @@ __all__ = ["copy_ranges", "merge_adjacent"]
 #   16 KiB     81 %        64 %           56 %            58 %
 #   64 KiB     94 %        91 %           77 %            77 %
 #
-# A call costs half a microsecond, which small pages feel; numpy pays 50 nanoseconds a page, and
-# copies every byte twice. The kernel pins every page that it copies for us, so that the one call
-# with 1024 ranges is never the fastest. A second thread gains nothing that the engine, which
-# shares these cores, would not lose.
+# A call costs half a microsecond or more, which small pages feel; numpy takes less for each page,
+# and copies every byte twice. The kernel pins every page that it copies for us, so that its one
+# call for 1024 ranges is never the fastest. One thread for a direction: the other cores are the
+# engine's.
 _LARGEST_NUMPY_PAGE: Final = 8 * 2**10
 
 # Below this, setting up the arrays costs more than the calls that they save.
