@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from kv_conformance.run._journal import Journal
 
