@@ -17,7 +17,7 @@ import pytest
 
 from kv_conformance.clauses import CLAUSES, UnknownClauseError, clause_of
 from kv_conformance.harness import HarnessError
-from kv_conformance.rig import Broken, Budget, OutOfTime, Rigs, SubjectType
+from kv_conformance.rig import Broken, Budget, CannotOpenError, OutOfTime, Rigs, SubjectType
 from kv_conformance.run._case import CASES
 from kv_conformance.run._complete import find_untested
 from kv_conformance.run._deviations import read_deviations
@@ -31,7 +31,7 @@ from kv_conformance.run._journal import (
 )
 from kv_conformance.run._junit import write_junit
 from kv_conformance.run._options import add_options, read_options
-from kv_conformance.run._report import remove_report, write_report
+from kv_conformance.run._report import make_room, write_report
 from kv_conformance.run._stacks import catch_crashes
 from kv_conformance.run._subjects import find_subjects
 from kv_conformance.run._summary import show
@@ -52,6 +52,8 @@ __all__ = ["rigs"]
 
 _SUBJECTS: Final = pytest.StashKey[dict[str, SubjectType]]()
 _BUDGETS: Final = pytest.StashKey[dict[str, Budget]]()
+_OPENED: Final = pytest.StashKey[set[str]]()
+_GIVEN_UP: Final = pytest.StashKey[set[str]]()
 _SUITE: Final = pytest.StashKey[dict[str, object]]()
 _POSITIONAL: Final = pytest.StashKey[tuple[str, ...]]()
 
@@ -86,6 +88,11 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     option = config.option
     if option.conformance_explain:
         return _explain(option.conformance_explain)
+    if option.conformance_clause and not option.conformance:
+        raise pytest.UsageError(
+            "--conformance-clause chooses among the tests of the suite, which runs only with "
+            "--conformance: add that"
+        )
     if not option.conformance or option.help or option.version or option.markers:
         return None
     positional = tuple(option.file_or_dir)
@@ -122,7 +129,6 @@ def _refuse_xdist(config: pytest.Config) -> None:
 
 def _supervised(config: pytest.Config, options: Options) -> int:
     load_suite()
-    remove_report(options.report_dir)
     untested = find_untested(CLAUSES, CASES.values())
     if untested:
         raise pytest.UsageError(
@@ -130,14 +136,15 @@ def _supervised(config: pytest.Config, options: Options) -> int:
             "installation is not complete. Install kv-conformance again"
         )
     try:
+        make_room(options.report_dir)
         for clause_id in options.clauses:
             clause_of(clause_id)
         # In the user's time zone: an expiry is a day of theirs.
         today = dt.datetime.now().astimezone().date()
         deviations = read_deviations(options.deviations, today) if options.deviations else []
+        status, events = supervise(options, config.invocation_params.args)
     except (HarnessError, UnknownClauseError) as error:
         raise pytest.UsageError(str(error)) from error
-    status, events = supervise(options, config.invocation_params.args)
     if status == pytest.ExitCode.USAGE_ERROR and not events:
         return status
     verdicts = judge(events, deviations)
@@ -148,16 +155,20 @@ def _supervised(config: pytest.Config, options: Options) -> int:
     plugins = set(foreign_plugins(config)).union(
         *(event["names"] for event in events if event["event"] == "plugins")
     )
-    files = write_report(
-        options.report_dir,
-        verdicts,
-        time_scale=options.time_scale,
-        problems=problems,
-        plugins=sorted(plugins),
-    )
-    if options.junit is not None:
-        write_junit(options.junit, verdicts, problems)
-        files.append(options.junit)
+    files: list[Path] = []
+    try:
+        files += write_report(
+            options.report_dir,
+            verdicts,
+            time_scale=options.time_scale,
+            problems=problems,
+            plugins=sorted(plugins),
+        )
+        if options.junit is not None:
+            write_junit(options.junit, verdicts, problems)
+            files.append(options.junit)
+    except OSError as error:
+        problems.append(f"the report of this run cannot be written: {error}")
     show(verdicts, problems, files)
     verdict_of_the_run = [_EXIT[verdict.verdict] for verdict in verdicts]
     if problems or not verdicts:
@@ -194,6 +205,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config.stash[_SUITE] = snapshot()
     config.stash[_SUBJECTS] = subjects = {}
     config.stash[_BUDGETS] = budgets = {}
+    config.stash[_OPENED] = set()
+    config.stash[_GIVEN_UP] = set()
     try:
         found = find_subjects(options.tiers, options.harnesses, Path(os.environ[WORKDIR_VARIABLE]))
         for subject in found:
@@ -254,7 +267,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def rigs(request: pytest.FixtureRequest) -> Rigs:
+def rigs(request: pytest.FixtureRequest) -> Generator[Rigs, None, None]:
     """What a test of the suite opens tiers with."""
     config, name = request.config, request.param
     found: Case = request.function.conformance_case
@@ -271,7 +284,10 @@ def rigs(request: pytest.FixtureRequest) -> Rigs:
             )
 
     test = found.name.rpartition("::")[2]
-    return Rigs(config.stash[_SUBJECTS][name], test, config.stash[_BUDGETS][name], report)
+    found_rigs = Rigs(config.stash[_SUBJECTS][name], test, config.stash[_BUDGETS][name], report)
+    yield found_rigs
+    if found_rigs.has_opened:
+        config.stash[_OPENED].add(name)
 
 
 @pytest.hookimpl(trylast=True)
@@ -322,6 +338,22 @@ def _tier_of(item: pytest.Item) -> str | None:
     return name if isinstance(name, str) else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Run no further test of a tier that cannot even be opened: all would say the same."""
+    return True if _tier_of(item) in item.config.stash.get(_GIVEN_UP, ()) else None
+
+
+def _is_hopeless(item: pytest.Item, error: BaseException) -> bool:
+    tier, opener = _tier_of(item), getattr(item, "funcargs", {}).get("rigs")
+    return (
+        isinstance(error, CannotOpenError)
+        and isinstance(opener, Rigs)
+        and not opener.has_opened
+        and tier not in item.config.stash[_OPENED]
+    )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -339,4 +371,8 @@ def pytest_runtest_makereport(
         )
     elif isinstance(error, HarnessError):
         report.longrepr = f"the harness cannot do what {found.clause.id} needs: {error}"
+        tier = _tier_of(item)
+        if tier is not None and _is_hopeless(item, error):
+            item.config.stash[_GIVEN_UP].add(tier)
+            report.longrepr += f"\n  So no other test of {tier} is run."
     return report

@@ -9,7 +9,7 @@ import pytest
 
 from kv_conformance.harness import HarnessError
 from kv_conformance.reference import DictHarness
-from kv_conformance.rig import Broken, Budget, OutOfTime, Rigs, SubjectType, expect
+from kv_conformance.rig import Broken, Budget, CannotOpenError, OutOfTime, Rigs, SubjectType, expect
 from kv_conformance.run import _case
 from kv_conformance.run._case import case
 from kv_conformance.run._complete import find_untested
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kv_conformance.harness import Opening
     from kv_conformance.rig import Violation
 
 
@@ -133,6 +134,28 @@ def test_the_harness_fails(notes: Notes, rigs: Rigs) -> None:
         run(notes, rigs, fail)
     assert outcome(notes) == ("error", "no server")
     assert violations(notes) == []
+
+
+def test_a_tier_that_cannot_be_opened(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where nothing special was asked for, there is no hope for the other tests."""
+    monkeypatch.setattr(rigs.harness, "settings", lambda _opening: {"foldr": "/"})
+    with pytest.raises(CannotOpenError, match="'foldr' is not a setting"):
+        rigs.open()
+    with pytest.raises(HarnessError, match="block_bytes=512") as caught:
+        rigs.open(block_bytes=512)
+    assert not isinstance(caught.value, CannotOpenError)
+    assert not rigs.has_opened
+
+
+def test_a_harness_without_settings(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake in the harness is told with the line it is in."""
+
+    def settings(_opening: Opening) -> None:
+        raise AttributeError("no attribute 'workdir'")
+
+    monkeypatch.setattr(rigs.harness, "settings", settings)
+    with pytest.raises(CannotOpenError, match=r"no attribute 'workdir' \(at .*test_outcomes.py:"):
+        rigs.open()
 
 
 def test_skipped(notes: Notes, rigs: Rigs) -> None:

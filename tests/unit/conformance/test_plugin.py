@@ -177,6 +177,16 @@ def test_one_process_is_fine(option: dict[str, Any]) -> None:
     plugin._refuse_xdist(config)
 
 
+def test_a_clause_without_the_suite() -> None:
+    """The option would be ignored, and nothing but the author's own tests be run."""
+    option = SimpleNamespace(
+        conformance=False, conformance_explain=None, conformance_clause=["LOOK-1"]
+    )
+    config: Any = SimpleNamespace(option=option)
+    with pytest.raises(pytest.UsageError, match="only with --conformance"):
+        plugin.pytest_cmdline_main(config)
+
+
 def test_overrides_are_settings_of_pytest(pytestconfig: pytest.Config) -> None:
     """Each overridden setting is one that pytest knows, so that ``--strict-config`` is content."""
     for setting in INI_OVERRIDES:

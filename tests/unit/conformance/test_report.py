@@ -6,6 +6,7 @@ import datetime as dt
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from xml.etree import ElementTree as ET
@@ -14,11 +15,12 @@ import pytest
 
 import kv_conformance
 from kv_conformance.clauses import CLAUSES, ClauseKind, clause_of
+from kv_conformance.harness import HarnessError
 from kv_conformance.run._deviations import Deviation
 from kv_conformance.run._explain import explain
 from kv_conformance.run._integrity import suite_digest
 from kv_conformance.run._junit import write_junit
-from kv_conformance.run._report import make_report, remove_report, write_report
+from kv_conformance.run._report import make_report, make_room, write_report
 from kv_conformance.run._summary import show
 from kv_conformance.run._verdict import ClauseOutcome, ClauseResult, TierVerdict, Verdict
 from kv_core.contract import CONTRACT_VERSION, Capability
@@ -212,8 +214,15 @@ def test_an_old_report_is_removed(tmp_path: Path) -> None:
     """What an earlier run found is not left for this one's, and nothing else is touched."""
     written(tmp_path, GOOD)
     (tmp_path / "notes.md").touch()
-    remove_report(tmp_path)
+    make_room(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]
+
+
+def test_a_report_that_could_not_be_written(tmp_path: Path) -> None:
+    """It is said before the run, and not after it, with what to do."""
+    (tmp_path / "file").touch()
+    with pytest.raises(HarnessError, match=r"no report can be written to '.*file'.*report DIR"):
+        make_room(tmp_path / "file")
 
 
 def junit(tmp_path: Path, *verdicts: TierVerdict, problems: tuple[str, ...] = ()) -> ET.Element:
@@ -275,6 +284,26 @@ def test_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert "acme (kv-tier-acme 1.0): non-conformant" in text
     assert "error: a problem" in text
     assert "report.json" in text
+
+
+def test_the_summary_names_few_clauses_that_did_not_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whoever runs one clause of all has no use for a list of the others."""
+    verdict = replace(BAD, results=tuple(ClauseResult(c, ClauseOutcome.NOT_RUN) for c in CLAUSES))
+    show([verdict], [], [])
+    text = capsys.readouterr().out
+    assert f"not run: {len(CLAUSES)} clauses, see the report" in text
+    assert "LOOK-3" not in text
+
+
+def test_the_summary_of_a_blocked_clause(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was found of it, so it is said where to look."""
+    blocked = ClauseResult(clause_of("LOOK-3"), ClauseOutcome.BLOCKED)
+    show([replace(BAD, results=(blocked,))], [], [])
+    text = capsys.readouterr().out
+    assert "LOOK-3 blocked" in text
+    assert "repair that first" in text
 
 
 def test_the_summary_of_a_conformant_tier(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,14 @@ from kv_conformance.rig._memory import Region
 from kv_conformance.rig._peer import Peer
 from kv_conformance.rig._process import Footprint
 from kv_conformance.rig._rig import Loaded, Rig
-from kv_conformance.rig._rigs import Rigs, SubjectType
+from kv_conformance.rig._rigs import CannotOpenError, Rigs, SubjectType
 
 __all__ = [
     "Broken",
     "Budget",
     "CallFinding",
     "CallWatch",
+    "CannotOpenError",
     "Findings",
     "Footprint",
     "Interrupted",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
+import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, final
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
     from kv_conformance.rig._findings import Violation
     from kv_core.contract import OffloadKey, TierLimits, TierSpec
 
-__all__ = ["RecordedMetrics", "Rigs", "SubjectType", "namespace_of"]
+__all__ = ["CannotOpenError", "RecordedMetrics", "Rigs", "SubjectType", "namespace_of"]
+
+
+class CannotOpenError(HarnessError):
+    """The tier cannot be opened, although nothing special was asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +118,7 @@ class Rigs:
 
     Attributes:
         findings: Where tests put violations.
+        has_opened: Whether the tier could be opened, in this process, at least once.
     """
 
     def __init__(
@@ -125,6 +131,7 @@ class Rigs:
         self.subject_type = subject_type
         self.budget = budget
         self.findings = Findings(report)
+        self.has_opened = False
         self._test = test
         self._storages = itertools.count(1)
         self._keys = itertools.count(1)
@@ -198,7 +205,8 @@ class Rigs:
             settings: Instead of what the harness says.
 
         Raises:
-            HarnessError: The tier cannot be opened, although nothing is wrong.
+            HarnessError: The tier cannot be opened, although nothing is wrong: a
+                :class:`CannotOpenError` where the opening is the usual one.
         """
         opening = Opening(
             storage=storage or self.storage(),
@@ -208,8 +216,10 @@ class Rigs:
             faults=faults,
             retention_blocks=retention_blocks,
         )
+        usual = settings is None and namespace is None and not _special(opening)
+        failure = CannotOpenError if usual else HarnessError
         if settings is None:
-            settings = self.harness.settings(opening)
+            settings = self._settings(opening, failure)
         namespace = namespace or namespace_of(block_bytes)
         region = Region(num_blocks, block_bytes, row_stride or block_bytes)
         metrics = RecordedMetrics()
@@ -225,10 +235,11 @@ class Rigs:
             )
         except KVCoreError as error:
             region.unmap()
-            raise HarnessError(
+            raise failure(
                 f"the tier cannot be opened with the settings of its harness{_special(opening)}: "
                 f"{error}"
             ) from error
+        self.has_opened = True
         rig = Rig(
             subject_type=self.subject_type,
             tier=opened.manager,
@@ -243,6 +254,18 @@ class Rigs:
         )
         self._open.append(rig)
         return rig
+
+    def _settings(self, opening: Opening, failure: type[HarnessError]) -> Mapping[str, Any]:
+        try:
+            return self.harness.settings(opening)
+        except HarnessError:
+            raise
+        except Exception as error:
+            *_, last = traceback.extract_tb(error.__traceback__)
+            raise failure(
+                f"settings() of the harness raised {type(error).__name__}: {error} "
+                f"(at {last.filename}:{last.lineno})"
+            ) from error
 
     def peer(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -50,6 +52,16 @@ class Options:
     workdir: Path | None
 
 
+def _factor(text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not (math.isfinite(factor) and factor > 0):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, such as 4, found {text!r}")
+    return factor
+
+
 def add_options(parser: pytest.Parser) -> None:
     """Add the options to pytest's."""
     group = parser.getgroup("conformance", "conformance of kv-core tiers")
@@ -80,7 +92,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--conformance-time-scale",
-        type=float,
+        type=_factor,
         default=1.0,
         metavar="FACTOR",
         help="multiply the suite's own time limits, for slow machines",

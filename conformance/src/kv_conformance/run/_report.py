@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import platform
 import sys
+import tempfile
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
 import kv_conformance
+from kv_conformance.harness import HarnessError
 from kv_conformance.run._integrity import suite_digest
 from kv_conformance.run._verdict import Verdict
 from kv_core.contract import CONTRACT_VERSION, Capability
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from kv_conformance.run._verdict import ClauseResult, TierVerdict
 
-__all__ = ["SCHEMA", "make_report", "remove_report", "write_report"]
+__all__ = ["SCHEMA", "make_report", "make_room", "write_report"]
 
 SCHEMA: Final = 1
 """Version of the report's layout. Fields are only ever added within one."""
@@ -103,11 +105,24 @@ def _clause(result: ClauseResult) -> dict[str, Any]:
     return entry
 
 
-def remove_report(folder: Path) -> None:
-    """Remove the report of an earlier run: nobody must take it for that of this one."""
-    for pattern in (_JSON, _MARKDOWN, _BADGE.format("*")):
-        for file in folder.glob(pattern):
-            file.unlink()
+def make_room(folder: Path) -> None:
+    """Remove the report of an earlier run: nobody must take it for that of this one.
+
+    Raises:
+        HarnessError: There is no writing to the folder. Better to say so before the run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for pattern in (_JSON, _MARKDOWN, _BADGE.format("*")):
+            for file in folder.glob(pattern):
+                file.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise HarnessError(
+            f"no report can be written to '{folder}': {error}. Name a folder with "
+            "--conformance-report DIR"
+        ) from error
 
 
 def write_report(

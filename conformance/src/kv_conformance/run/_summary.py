@@ -18,6 +18,7 @@ __all__ = ["show"]
 
 _QUIET: Final = (ClauseOutcome.PASSED, ClauseOutcome.UNDECLARED, ClauseOutcome.DECLARED)
 _MOST_MESSAGES: Final = 4
+_MOST_NOT_RUN: Final = 8
 
 
 def show(verdicts: Sequence[TierVerdict], problems: Sequence[str], files: Sequence[Path]) -> None:
@@ -40,7 +41,8 @@ def show(verdicts: Sequence[TierVerdict], problems: Sequence[str], files: Sequen
             f"{verdict.tier} ({verdict.origin}): {verdict.verdict.value}",
             style="bold green" if good else "bold red",
         )
-    console.print(f"report: {', '.join(str(file) for file in files)}")
+    if files:
+        console.print(f"report: {', '.join(str(file) for file in files)}")
 
 
 def _lines(verdict: TierVerdict) -> Iterator[str]:
@@ -54,8 +56,12 @@ def _lines(verdict: TierVerdict) -> Iterator[str]:
             yield f"      found: {message}"
         if len(result.messages) > _MOST_MESSAGES:
             yield f"      and {len(result.messages) - _MOST_MESSAGES} more, see the report"
+        if result.outcome is ClauseOutcome.BLOCKED:
+            yield "      a test of it broke off where another clause was broken: repair that first"
         if result.deviation is not None:
             yield f"      known deviation: {result.deviation.reason} ({result.deviation.issue})"
         yield f"      {result.clause.link}"
-    if not_run:
+    if len(not_run) > _MOST_NOT_RUN:
+        yield f"  not run: {len(not_run)} clauses, see the report"
+    elif not_run:
         yield f"  not run: {', '.join(not_run)}"

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
+from kv_conformance.harness import HarnessError
 from kv_conformance.rig._process import adopt_orphans, child_processes
 from kv_conformance.run._journal import JOURNAL_VARIABLE, SUPERVISED, Journal, read_journal
 from kv_conformance.run._options import INI_OVERRIDES
@@ -74,10 +75,11 @@ def supervise(options: Options, arguments: Sequence[str]) -> tuple[int, list[dic
 
     Returns:
         Exit status of the last process, and all events.
+
+    Raises:
+        HarnessError: There is no place for storages.
     """
-    if options.workdir is not None:
-        options.workdir.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="kv-conformance-", dir=options.workdir))
+    scratch = _make_scratch(options.workdir)
     journal = scratch / "journal.jsonl"
     journal.touch(mode=0o600)
     adopt_orphans()
@@ -96,6 +98,18 @@ def supervise(options: Options, arguments: Sequence[str]) -> tuple[int, list[dic
         return ending.status, list(read_journal(journal))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _make_scratch(workdir: Path | None) -> Path:
+    try:
+        if workdir is not None:
+            workdir.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="kv-conformance-", dir=workdir))
+    except OSError as error:
+        raise HarnessError(
+            f"no folder for the storages of the run can be made: {error}. Name a place with "
+            "--conformance-workdir DIR"
+        ) from error
 
 
 # -- one child ------------------------------------------------------------------------------

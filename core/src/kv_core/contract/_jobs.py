@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -71,6 +73,11 @@ class JobError:
 
     kind: JobErrorKind
     message: str
+
+    @override
+    def __str__(self) -> str:
+        """Return both in one line."""
+        return f"{self.kind.value}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True)
