@@ -8,6 +8,7 @@ paths, and no ``conftest.py`` is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import os
 from pathlib import Path
@@ -169,6 +170,10 @@ def _supervised(config: pytest.Config, options: Options) -> int:
             files.append(options.junit)
     except OSError as error:
         problems.append(f"the report of this run cannot be written: {error}")
+        files = []
+        with contextlib.suppress(HarnessError):
+            # Half of it is none.
+            make_room(options.report_dir)
     show(verdicts, problems, files)
     verdict_of_the_run = [_EXIT[verdict.verdict] for verdict in verdicts]
     if problems or not verdicts:
