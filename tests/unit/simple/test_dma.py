@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import threading
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from kv_core.device import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kv_core.simple import NO_EVENT, DmaCopyBackend, HostComputeOrder
@@ -130,3 +134,66 @@ def test_sides_that_do_not_fit_are_refused() -> None:
     cpu = np.zeros((2, 16), dtype=np.int8)
     with pytest.raises(ValueError, match=r"rows of \[16\] bytes, expected .* \[8\]"):
         DmaCopyBackend(caches, [cpu], Backend(), HostComputeOrder())
+
+
+class LeavingBackend(Backend):
+    """Its first copies try to end the thread that submits them."""
+
+    @override
+    def open_stream(self, name: str) -> Stream:
+        """Open a stream."""
+        stream = super().open_stream(name)
+        submit: Final = stream.submit
+
+        def leave(batch: CopyBatch) -> Ticket:
+            stream.submit = submit  # type: ignore[method-assign]
+            raise SystemExit(3)
+
+        stream.submit = leave  # type: ignore[method-assign]
+        return stream
+
+
+def test_what_ends_a_thread_fails_one_copy() -> None:
+    """A flush would wait for ever for a thread that is gone."""
+    backend = LeavingBackend()
+    copies, _, _ = open_copies(backend)
+    copies.launch_copy(0, [1], [1], is_store=True)
+    copies.flush()
+    (refused,) = copies.poll(is_store=True)
+    assert (refused.event, type(refused.error)) == (0, SystemExit)
+    copies.launch_copy(1, [1], [1], is_store=True)
+    assert backend.streams["store"].submitted.acquire(timeout=30)
+    backend.streams["store"].tickets[0].ended.set()
+    copies.flush()
+    assert [copy.error for copy in copies.poll(is_store=True)] == [None]
+    copies.shutdown()
+
+
+def test_memory_lives_as_long_as_copies_may_use_it() -> None:
+    """Descriptors are addresses: nothing else keeps the tensors if the owner just drops them."""
+    copies, gpu, cpu = open_copies(Backend())
+    alive = weakref.ref(gpu), weakref.ref(cpu)
+    copies.launch_copy(0, [1], [1], is_store=True)
+    del gpu, cpu
+    gc.collect()
+    assert [tensor() is None for tensor in alive] == [False, False]
+    copies.shutdown()
+    gc.collect()
+    assert [tensor() is None for tensor in alive] == [True, True]
+
+
+def test_a_stream_that_ends_badly_does_not_stop_a_shutdown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The other stream is closed, and the caller goes on to release the memory."""
+    backend = Backend()
+    copies, _, _ = open_copies(backend)
+
+    def fail() -> None:
+        raise OSError("the device is lost")
+
+    backend.streams["load"].close = fail  # type: ignore[method-assign]
+    with caplog.at_level(logging.ERROR):
+        copies.shutdown()
+    assert "ended badly" in caplog.text
+    assert backend.streams["store"].is_closed

@@ -22,7 +22,8 @@ class CpuBlockPool:
     """The prefix map of CPU memory, with least recently used eviction.
 
     A block is free, being stored (known, but not to be found), or readable; a readable one is
-    pinned or may be evicted. All calls come from the scheduler's thread.
+    pinned or may be evicted. :meth:`clear` takes the keys of all blocks away; those that a
+    transfer uses are free when it has ended. All calls come from the scheduler's thread.
 
     Attributes:
         num_blocks: Number of blocks.
@@ -52,6 +53,8 @@ class CpuBlockPool:
         self._key_by_block: dict[int, OffloadKey] = {}
         self._readable: dict[OffloadKey, int] = {}
         self._being_stored: dict[OffloadKey, int] = {}
+        # Those that lost their keys meanwhile are among them.
+        self._num_being_stored = 0
         # Readable blocks without pins, cold end first.
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._events: list[OffloadingEvent] = []
@@ -68,8 +71,8 @@ class CpuBlockPool:
 
     @property
     def num_pinned(self) -> int:
-        """Readable blocks that somebody holds."""
-        return len(self._readable) - len(self._evictable)
+        """Blocks that somebody holds to read them."""
+        return self.num_blocks - self.num_available - self._num_being_stored
 
     def find(self, key: OffloadKey) -> int | None:
         """Return the block that holds a key and can be read."""
@@ -103,7 +106,10 @@ class CpuBlockPool:
                 raise EngineStateError(f"CPU block {block_id} is not pinned")
             self._pins[block_id] -= 1
             if self._pins[block_id] == 0:
-                self._evictable[block_id] = None
+                if block_id in self._key_by_block:
+                    self._evictable[block_id] = None
+                else:
+                    self._give_up(block_id)
 
     def reserve(
         self, keys: Sequence[OffloadKey], protected: AbstractSet[OffloadKey] = frozenset()
@@ -125,6 +131,7 @@ class CpuBlockPool:
             self._being_stored[key] = block_id
             self._key_by_block[block_id] = key
             block_ids.append(block_id)
+        self._num_being_stored += len(block_ids)
         return block_ids
 
     def _evict(self, count: int, protected: AbstractSet[OffloadKey]) -> None:
@@ -148,21 +155,45 @@ class CpuBlockPool:
 
     def publish(self, block_ids: Sequence[int]) -> None:
         """Make blocks readable whose store has ended, given in prefix order."""
-        keys = [self._key_by_block[block_id] for block_id in block_ids]
-        for key, block_id in zip(keys, block_ids, strict=True):
+        self._num_being_stored -= len(block_ids)
+        keys = []
+        for block_id in block_ids:
+            key = self._key_by_block.get(block_id)
+            if key is None:
+                self._give_up(block_id)
+                continue
             self._readable[key] = self._being_stored.pop(key)
             self._evictable[block_id] = None
+            keys.append(key)
+        if not keys:
+            return
         self.touch(keys)
         self._note(keys, removed=False)
 
-    def discard(self, block_ids: Iterable[int]) -> None:
+    def discard(self, block_ids: Sequence[int]) -> None:
         """Free blocks whose store has failed."""
+        self._num_being_stored -= len(block_ids)
         for block_id in block_ids:
-            del self._being_stored[self._key_by_block[block_id]]
+            key = self._key_by_block.get(block_id)
+            if key is not None:
+                del self._being_stored[key]
             self._give_up(block_id)
 
+    def clear(self) -> None:
+        """Forget what every block holds. Those that are read or written are free afterwards."""
+        removed = tuple(self._readable)
+        self._readable.clear()
+        self._being_stored.clear()
+        self._key_by_block.clear()
+        evictable = tuple(self._evictable)
+        self._evictable.clear()
+        for block_id in evictable:
+            self._give_up(block_id)
+        if removed:
+            self._note(removed, removed=True)
+
     def _give_up(self, block_id: int) -> None:
-        del self._key_by_block[block_id]
+        self._key_by_block.pop(block_id, None)
         self._free.append(block_id)
         if self._block_freed is not None:
             self._block_freed(block_id)
@@ -179,7 +210,7 @@ class CpuBlockPool:
             "blocks_cached": len(self._readable),
             "blocks_evictable": len(self._evictable),
             "blocks_pinned": self.num_pinned,
-            "blocks_writing": len(self._being_stored),
+            "blocks_writing": self._num_being_stored,
             "blocks_evicted": self.num_evicted,
         }
 

@@ -8,11 +8,12 @@ ends it. Whatever goes wrong on it fails the copy at hand, and no other.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from kv_core.simple._compute_order import ComputeOrder
 
 __all__ = ["DmaCopyBackend", "FinishedCopy"]
+
+_LOGGER: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,8 @@ class DmaCopyBackend:
                 f"CPU tensors have rows of {found} bytes, expected the GPU's pages of {pages} "
                 "bytes, of at least one tensor"
             )
+        # Copies have addresses only: these keep the memory alive, even if nobody shuts down.
+        self._memory: tuple[object, ...] = (kv_caches, *cpu_tensors)
         self._gpu = _Side.of([tensor.tensor for tensor in kv_caches.tensors], "GPU")
         self._cpu = _Side.of(cpu_tensors, "CPU")
         self._page_bytes = _column(pages)
@@ -240,7 +245,12 @@ class DmaCopyBackend:
         self._queue.put(None)
         self._thread.join()
         for direction in (self._loads, self._stores):
-            direction.stream.close()
+            try:
+                direction.stream.close()
+            except Exception:
+                # A lost device takes its copies with it; the memory must still be released.
+                _LOGGER.exception("a stream of the copy thread ended badly")
+        self._memory = ()
 
     def _direction(self, *, is_store: bool) -> _Direction:
         return self._stores if is_store else self._loads
@@ -260,7 +270,7 @@ class DmaCopyBackend:
             batch = self._describe(order, to_cpu=direction is self._stores)
             with order.after:
                 ticket = direction.stream.submit(batch)
-        except Exception as error:  # noqa: BLE001 - reported as the outcome of this copy
+        except BaseException as error:  # noqa: BLE001 - the copy's outcome; the thread lives on
             return _Launched(order.event, refusal=error)
         return _Launched(order.event, batch, ticket)
 

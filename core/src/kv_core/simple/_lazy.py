@@ -51,7 +51,7 @@ class FreeQueueCursor:
         """Take note of blocks that got a user: they may be in the queue again, at its end."""
         self._ready.difference_update(block_ids)
         if self._cursor is not None and self._cursor in block_ids:
-            self._restart()
+            self.restart()
 
     def take(self, limit: int, wants: Callable[[OffloadKey], bool]) -> list[tuple[int, OffloadKey]]:
         """Go on to blocks that ought to be stored.
@@ -66,7 +66,7 @@ class FreeQueueCursor:
         """
         pool = self._pool
         if self._cursor is not None and not pool.is_free(self._cursor):
-            self._restart()
+            self.restart()
         taken: list[tuple[int, OffloadKey]] = []
         last = self._cursor
         while len(self._ready) + len(taken) < self._target_free:
@@ -95,6 +95,7 @@ class FreeQueueCursor:
             # Not those that were found by a request, and used, while they were being stored.
             self._ready.update(block_id for block_id in block_ids if self._pool.is_free(block_id))
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Begin at the head again: what is known of the blocks before the cursor is void."""
         self._cursor = None
         self._ready.clear()

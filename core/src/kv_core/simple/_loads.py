@@ -180,7 +180,8 @@ class LoadBook:
             for state in batch.states:
                 self._let_go(state)
                 if not state.finished:
-                    ended = report.failed_req_ids if batch.failed else report.loaded_req_ids
+                    failed = batch.failed or state.is_outdated
+                    ended = report.failed_req_ids if failed else report.loaded_req_ids
                     ended.add(state.request.req_id)
         return True
 
@@ -203,6 +204,13 @@ class LoadBook:
         if state in self._not_begun:
             self._not_begun.remove(state)
             self._let_go(state)
+
+    def reset(self) -> None:
+        """Void every promise, and let every load in flight end as a failed one."""
+        for req_id in tuple(self._promised):
+            self.withdraw(req_id)
+        for state in self._loading.values():
+            state.is_outdated = True
 
     def are_in_flight(self, req_ids: Iterable[str]) -> bool:
         """Say whether one of these requests is being loaded."""

@@ -150,6 +150,18 @@ class SimpleCPUOffloadScheduler:
         self._stores.finish(request.req_id)
         return False
 
+    def reset_cache(self) -> None:
+        """Forget everything in CPU memory, for example because the weights have changed.
+
+        Called between steps, when the engine has made its own pool forget its blocks: lazy stores
+        take what the pool has a name for. Nothing from before is found again. Loads in flight are
+        reported as failed, stores in flight are dropped, and both hold their blocks until every
+        rank has reported. Requests that go on with what they have computed keep it to themselves.
+        """
+        self._loads.reset()
+        self._stores.reset()
+        self._cpu.clear()
+
     def has_pending_work(self) -> bool:
         """Say whether the engine must keep stepping although no request can run."""
         return self.num_transfers_in_flight > 0

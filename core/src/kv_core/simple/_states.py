@@ -50,6 +50,7 @@ class LoadRequestState:
         pinned: For each group, the pinned CPU blocks by their index within the request.
         transfer: The load, once GPU blocks are allocated.
         finished: Whether the request has ended meanwhile: nobody waits for the load any more.
+        is_outdated: Whether CPU memory was reset since: what the load brings is of no use.
     """
 
     request: SimpleRequest
@@ -58,6 +59,7 @@ class LoadRequestState:
     pinned: tuple[Mapping[int, int], ...]
     transfer: TransferMeta = NO_TRANSFER
     finished: bool = False
+    is_outdated: bool = False
 
     def all_pinned(self) -> list[int]:
         """Return the pinned CPU blocks, each group's in prefix order."""
@@ -89,6 +91,7 @@ class StoreRequestState:
         cursors: For each group, its first block that was not taken yet.
         store_events: Its stores in flight.
         finished: Whether the request has ended; the state goes with its last store.
+        is_outdated: Whether it may hold KV from before a reset, which is not stored.
     """
 
     req_id: str
@@ -96,6 +99,7 @@ class StoreRequestState:
     cursors: list[int]
     store_events: set[int] = field(default_factory=set)
     finished: bool = False
+    is_outdated: bool = False
 
 
 @dataclass(slots=True, eq=False)

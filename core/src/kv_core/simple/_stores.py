@@ -130,6 +130,11 @@ class StoreBook:
         requests: list[StoreRequestState] = []
         for scheduled in step.scheduled:
             state = self._state(scheduled.request)
+            if scheduled.num_computed_tokens == 0:
+                # It starts from nothing, so nothing of it is from before a reset.
+                state.is_outdated = False
+            if state.is_outdated:
+                continue
             before = len(keys)
             self._take_of_request(state, scheduled, keys, gpu_ids, cpu_ids)
             if len(keys) > before:
@@ -246,6 +251,16 @@ class StoreBook:
                 state.cursors[group_idx] = next(
                     (index for index, key in enumerate(taken) if key in failed), cursor
                 )
+
+    def reset(self) -> None:
+        """Offer nothing of what was computed so far, nor what is computed on top of it.
+
+        Stores in flight end as usual; the pool knows that their blocks have lost their keys.
+        """
+        for state in self._requests.values():
+            state.cursors = [0] * len(state.cursors)
+            state.is_outdated = True
+        self._queue.restart()
 
     def finish(self, req_id: str) -> None:
         """Take note of a request's end; it is forgotten when its stores have ended."""
