@@ -88,6 +88,14 @@ def test_pauses_grow_and_end_at_the_deadline() -> None:
     assert now[0] == pytest.approx(100.2)
 
 
+def test_a_deadline_that_is_no_number_has_passed() -> None:
+    """Nobody waits for ever by mistake; on purpose, by an infinite one."""
+    pauses: list[float] = []
+    assert Poll(float("nan"), clock=lambda: 0.0, sleep=pauses.append).pause() is False
+    assert Poll(float("inf"), clock=lambda: 0.0, sleep=pauses.append).pause() is True
+    assert pauses == [0.001]
+
+
 # -- pages --------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -27,6 +29,32 @@ def test_no_blocks_are_fine() -> None:
     """An empty transfer has an empty array."""
     assert CPULoadStoreSpec([]).block_ids.shape == (0,)
     assert GPULoadStoreSpec([], [0, 0], [0, 5]).group_sizes == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "message"),
+    [
+        (np.array([2**32 + 1]), r"have 32 bits, found 4294967297\.\.4294967297"),
+        (np.array([0, 2**31]), r"found 0\.\.2147483648"),
+        ([5, -(2**31) - 1], "found -2147483649"),
+        ([2**64], "integers, found elements of type object"),
+        ([1.5], "integers, found elements of type float64"),
+        (["1"], "integers"),
+        ([True], "integers, found elements of type bool"),
+        ([[1, 2], [3, 4]], r"flat sequence, found the shape \(2, 2\)"),
+        (7, r"the shape \(\)"),
+    ],
+)
+def test_ids_are_not_cut_to_other_ids(block_ids: Any, message: str) -> None:
+    """What is no id of 32 bits would become the id of another block."""
+    with pytest.raises(ValueError, match=message):
+        CPULoadStoreSpec(block_ids)
+
+
+def test_ids_of_other_widths_keep_their_values() -> None:
+    """The limits themselves fit."""
+    assert CPULoadStoreSpec(np.array([0, 2**31 - 1])).block_ids.tolist() == [0, 2**31 - 1]
+    assert CPULoadStoreSpec(np.array([3], dtype=np.uint8)).block_ids.dtype == np.int32
 
 
 def test_gpu_blocks_are_ordered_by_group() -> None:

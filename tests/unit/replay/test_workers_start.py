@@ -117,3 +117,27 @@ def test_workers_that_do_not_get_ready_are_named(
         replay_trace(trace, make_config(trace, workers=2))
     assert caught.value.rank is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_leftover_of_a_replay_killed_early_is_removed(
+    letters: Callable[..., Trace], make_config: Callable[..., ReplayConfig], tmp_path: Path
+) -> None:
+    """Its id does not come again, and it had no workers yet that would have removed its name."""
+    (tmp_path / "kv_core_replay-1-2_0123456789ab").write_bytes(bytes(4096))
+    trace = letters("ab")
+    assert replay_trace(trace, make_config(trace)).problems() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("patience_s", [float("inf"), 1e30])
+def test_a_replay_may_wait_as_long_as_it_likes(
+    patience_s: float,
+    letters: Callable[..., Trace],
+    make_config: Callable[..., ReplayConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Deadlines that the system cannot count to are shortened, not a crash."""
+    monkeypatch.setattr(_processes, "COMMAND", (sys.executable, "-c", "import sys; sys.exit(7)"))
+    trace = letters("ab")
+    with pytest.raises(WorkerError, match="ended with status 7"):
+        replay_trace(trace, make_config(trace, workers=2, stall_deadline_s=patience_s))

@@ -64,7 +64,8 @@ class Poll:
             Whether there is time for another look. If not, there was no pause.
         """
         left_s = self._ends_at - self._clock()
-        if left_s <= 0:
+        # Not "<= 0": a deadline that is no number ends at once rather than never.
+        if not left_s > 0:
             return False
         self._sleep(min(self._pause_s, left_s))
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

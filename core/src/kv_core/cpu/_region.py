@@ -41,6 +41,8 @@ __all__ = ["SharedOffloadRegion"]
 
 DEFAULT_SHM_DIR: Final = Path("/dev/shm")  # noqa: S108 - shared memory is the point
 
+_NAME_PREFIX: Final = "kv_core_"
+
 
 @final
 class SharedOffloadRegion:
@@ -269,6 +271,20 @@ class SharedOffloadRegion:
         """
         return remove_leftover(shm_dir / region_name(engine_id))
 
+    @staticmethod
+    def remove_leftovers(engine_id_prefix: str, shm_dir: Path = DEFAULT_SHM_DIR) -> None:
+        """Remove the names that killed schedulers left whose ids begin alike.
+
+        For engines that draw a new id for each start, whose names would be nobody's to reclaim.
+        Those of running ones are left alone, and so is what cannot be removed.
+
+        Args:
+            engine_id_prefix: Beginning of the ids, of letters, digits, dots and hyphens.
+            shm_dir: As the schedulers'.
+        """
+        for path in shm_dir.glob(f"{_NAME_PREFIX}{engine_id_prefix}*"):
+            remove_leftover(path)
+
     def create_next_view(self, worker: int, page_bytes: int) -> npt.NDArray[np.int8]:
         """Return the place of a worker's next layer in every row.
 
@@ -349,7 +365,7 @@ def region_name(engine_id: str) -> str:
     """Return the file name of an engine's region: readable, and distinct for distinct ids."""
     readable = re.sub(r"[^A-Za-z0-9.-]", "_", engine_id)[:64]
     digest = hashlib.sha256(engine_id.encode()).hexdigest()[:12]
-    return f"kv_core_{readable}_{digest}"
+    return f"{_NAME_PREFIX}{readable}_{digest}"
 
 
 def _require_worker(geometry: PrimaryGeometry, worker: int) -> None:

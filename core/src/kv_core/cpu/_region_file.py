@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from typing import TYPE_CHECKING, Final, final
 
 from kv_core.cpu._progress import CHUNK_BYTES, Progress
@@ -23,6 +24,8 @@ __all__ = ["RegionFile", "remove_leftover"]
 _MODE: Final = 0o600
 # Losing the name to somebody who reclaims it is possible once or twice, not for ever.
 _ATTEMPTS: Final = 8
+# Whoever reclaims a leftover holds its lock for a few system calls, an owner for good.
+_RECLAIM_PAUSES_S: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032)
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM})
 
 
@@ -33,13 +36,20 @@ class RegionFile:
     Attributes:
         path: Name it was created under.
         descriptor: Open for reading and writing; locks last as long as it is open.
-        is_owner: Whether this process created and locked it, and may remove its name.
     """
 
     def __init__(self, path: Path, descriptor: int, *, is_owner: bool) -> None:
         self.path = path
         self.descriptor = descriptor
-        self.is_owner = is_owner
+        self._owner_process_id = os.getpid() if is_owner else None
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process created and locked the file, and may remove its name.
+
+        A forked child has a copy of this object, and is not the process that others look for.
+        """
+        return self._owner_process_id == os.getpid()
 
     @classmethod
     def create(cls, path: Path) -> RegionFile:
@@ -167,15 +177,33 @@ def _reclaim(path: Path) -> None:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise RegionError(f"{path} exists and is not a regular file; remove it")
-        if not _try_lock(descriptor):
+        if not _lock_once_reclaimed(descriptor):
             raise RegionError(
                 f"the region {path} belongs to a running process. Stop that engine, or give this "
                 "one another engine id."
             )
         if _is_named(path, descriptor):
             path.unlink(missing_ok=True)
+    except OSError as error:
+        raise RegionError(
+            f"{path} is a leftover and cannot be removed: {error}. Remove it, or set another "
+            "engine id."
+        ) from error
     finally:
         os.close(descriptor)
+
+
+def _lock_once_reclaimed(descriptor: int) -> bool:
+    """Lock a file, after others that are about to remove its name, if there are any.
+
+    Returns:
+        Whether nobody owns the file.
+    """
+    for pause_s in _RECLAIM_PAUSES_S:
+        if _try_lock(descriptor):
+            return True
+        time.sleep(pause_s)
+    return _try_lock(descriptor)
 
 
 def _try_lock(descriptor: int) -> bool:

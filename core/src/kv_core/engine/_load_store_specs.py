@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 from typing_extensions import override
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 __all__ = ["BlockIDsLoadStoreSpec", "CPULoadStoreSpec", "GPULoadStoreSpec", "LoadStoreSpec"]
+
+_ID_LIMITS: Final = np.iinfo(np.int32)
 
 
 class LoadStoreSpec(ABC):
@@ -37,7 +39,12 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
     __slots__ = ("block_ids",)
 
     def __init__(self, block_ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        self.block_ids: npt.NDArray[np.int32] = np.asarray(block_ids, dtype=np.int32)
+        """Take block ids.
+
+        Raises:
+            ValueError: They are no flat sequence of integers of 32 bits.
+        """
+        self.block_ids: npt.NDArray[np.int32] = _ids_of_32_bits(np.asarray(block_ids))
 
     @override
     def __repr__(self) -> str:
@@ -78,7 +85,8 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         """Check that the parts fit together.
 
         Raises:
-            ValueError: Group sizes do not add up, or there is not one index per group.
+            ValueError: Group sizes do not add up, or there is not one index per group, or ids are
+                no flat sequence of integers of 32 bits.
         """
         super().__init__(block_ids)
         if sum(group_sizes) != len(self.block_ids):
@@ -98,3 +106,17 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     @override
     def medium() -> str:
         return "GPU"
+
+
+def _ids_of_32_bits(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Return ids as they are stored. numpy would cut what does not fit: to another block's id."""
+    if ids.ndim != 1:
+        raise ValueError(f"block ids are one flat sequence, found the shape {ids.shape}")
+    if ids.dtype == np.int32 or ids.size == 0:
+        return ids.astype(np.int32, copy=False)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"block ids are integers, found elements of type {ids.dtype}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < _ID_LIMITS.min or high > _ID_LIMITS.max:
+        raise ValueError(f"block ids have 32 bits, found {low}..{high}")
+    return ids.astype(np.int32)

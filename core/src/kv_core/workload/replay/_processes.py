@@ -48,6 +48,8 @@ _ATTACHING_S: Final = 2.0
 _POPULATED_BYTES_PER_S: Final = 2**29
 _PATIENCE_AT_END_S: Final = 10.0
 _PATIENCE_FOR_STATUS_S: Final = 5.0
+# The system counts some waits in milliseconds, of 31 bits.
+_LONGEST_PATIENCE_S: Final = 7 * 86400.0
 _TIMEVAL: Final = struct.Struct("@ll")
 
 
@@ -83,10 +85,12 @@ class WorkerProcesses:
             WorkerError: A worker did not get ready. All of them have been ended.
         """
         self._stopwatch = stopwatch
-        self._patience_s = config.stall_deadline_s
+        self._patience_s = min(config.stall_deadline_s, _LONGEST_PATIENCE_S)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        start_s = _PATIENCE_AT_START_S + config.cpu_bytes / _POPULATED_BYTES_PER_S
+        start_s = min(
+            _PATIENCE_AT_START_S + config.cpu_bytes / _POPULATED_BYTES_PER_S, _LONGEST_PATIENCE_S
+        )
         ends_at = time.monotonic() + start_s
         try:
             for start in WorkerStart.for_each(config, offloading, role, deadline_s=_ATTACHING_S):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from typing import TYPE_CHECKING, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, final
 
 from kv_core.connector import (
     ConnectorMetadata,
@@ -13,6 +14,7 @@ from kv_core.connector import (
     RegionRole,
     TieringOffloadingSpec,
 )
+from kv_core.cpu import SharedOffloadRegion
 from kv_core.device.copy import host_registrar_of
 from kv_core.workload._content import POISON_BYTE
 from kv_core.workload.replay._levels import StepEnd
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from kv_core.workload.replay._worker import WorkerGroup
 
 __all__ = ["TieredLevels", "let_go"]
+
+_ENGINE_ID_PREFIX: Final = "replay-"
 
 
 def let_go(error: BaseException) -> None:
@@ -71,7 +75,9 @@ class TieredLevels:
         self._measurements = measurements
         self._poison = bytes([POISON_BYTE]) * config.row_bytes
         self._metadata = ConnectorMetadata()
-        engine_id = f"replay-{os.getpid()}-{time.monotonic_ns()}"
+        engine_id = f"{_ENGINE_ID_PREFIX}{os.getpid()}-{time.monotonic_ns()}"
+        # Of replays killed before they had workers, which would have removed the name.
+        SharedOffloadRegion.remove_leftovers(_ENGINE_ID_PREFIX, Path(config.shm_dir))
         offloading = config.offloading_config(trace, engine_id)
         role = RegionRole.of_scheduler()
         spec = TieringOffloadingSpec(
