@@ -10,12 +10,14 @@ from pydantic import Field, Secret, SecretBytes, SecretStr, ValidationError, fie
 
 from kv_core.contract import TierConfig, parse_tier_config
 from kv_core.errors import ConfigError
+from kv_core.units import parse_bytes
 
 
 class _Config(TierConfig):
     root: str
     depth: int = Field(default=1, ge=1)
     token: SecretStr = SecretStr("")
+    room: int = 1
 
     @field_validator("root")
     @classmethod
@@ -23,6 +25,11 @@ class _Config(TierConfig):
         if value == "bad":
             raise ValueError("this root is no good")
         return value
+
+    @field_validator("room", mode="before")
+    @classmethod
+    def _read_size(cls, value: str) -> int:
+        return parse_bytes(value, setting="room")
 
 
 def test_valid_settings_become_the_model() -> None:
@@ -38,15 +45,24 @@ def test_all_problems_are_named_at_once() -> None:
     message = str(caught.value)
     assert "tier 'disk'" in message
     assert "'root' is required but missing" in message
-    assert "'dpeth' is not a setting (known: depth, root, token)" in message
+    assert "'dpeth' is not a setting (known: depth, room, root, token)" in message
     assert "'depth': Input should be greater than or equal to 1" in message
     assert caught.value.setting == "disk.root"
 
 
 def test_the_message_of_a_validator_is_kept() -> None:
     """An author's own explanation reaches the user."""
-    with pytest.raises(ConfigError, match="'root': Value error, this root is no good"):
+    with pytest.raises(ConfigError, match="'root': this root is no good"):
         parse_tier_config("disk", _Config, {"root": "bad"})
+
+
+def test_the_code_of_an_error_is_there_once() -> None:
+    """A validator may raise an error of ours, which names the setting and has a code itself."""
+    with pytest.raises(ConfigError) as caught:
+        parse_tier_config("disk", _Config, {"root": "/x", "room": "20Gib"})
+    message = str(caught.value)
+    assert message.startswith("tier 'disk': 'room': '20Gib' has the unknown unit 'Gib'")
+    assert message.count("KVC101") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import quote
 
@@ -60,6 +61,12 @@ def _secrets(value: object) -> Iterator[str]:
 ConfigT = TypeVar("ConfigT", bound=TierConfig)
 
 
+def _reason(message: str, setting: str) -> str:
+    """Leave out what the message around it says as well: what it is about, and a code."""
+    message = message.removeprefix("Value error, ").removeprefix(f"{setting}: ")
+    return re.sub(r" \[KVC\d+\]$", "", message)
+
+
 def parse_tier_config(tier_name: str, model: type[ConfigT], settings: Mapping[str, Any]) -> ConfigT:
     """Validate the settings of one tier.
 
@@ -84,7 +91,7 @@ def parse_tier_config(tier_name: str, model: type[ConfigT], settings: Mapping[st
                 known = ", ".join(sorted(model.model_fields))
                 problems.append(f"{setting!r} is not a setting (known: {known})")
             else:
-                problems.append(f"{setting!r}: {item['msg']}")
+                problems.append(f"{setting!r}: {_reason(item['msg'], setting)}")
         first = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise ConfigError(
             f"tier {tier_name!r}: " + "; ".join(problems), setting=f"{tier_name}.{first}"
