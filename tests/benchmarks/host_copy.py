@@ -86,7 +86,8 @@ def measure(num_bytes: int, repeats: int) -> dict[int, dict[str, float]]:
     """Return the median GB/s of each way, for each page size, measured alternately."""
     # Twice what is copied, so that pages lie apart; far more than any cache.
     source = np.ones(2 * num_bytes, dtype=np.int8)
-    destination = np.zeros(2 * num_bytes, dtype=np.int8)
+    # Written, not just mapped: the first copy would pay for its pages.
+    destination = np.full(2 * num_bytes, 2, dtype=np.int8)
     random = np.random.default_rng(1)
     whole = CopyBatch(
         *(np.array([n]) for n in (source.ctypes.data, destination.ctypes.data, num_bytes))

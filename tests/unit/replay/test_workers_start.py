@@ -13,7 +13,7 @@ import pytest
 
 from kv_core.connector import ConnectorMetadata, RegionRole, Transfer
 from kv_core.engine import CPULoadStoreSpec, GPULoadStoreSpec
-from kv_core.errors import WorkerError
+from kv_core.errors import ConfigError, WorkerError
 from kv_core.workload.replay import _memory, _processes, replay_trace
 from kv_core.workload.replay._memory import open_gpu_memory
 from kv_core.workload.replay._messages import WorkerStart
@@ -117,6 +117,19 @@ def test_workers_that_do_not_get_ready_are_named(
         replay_trace(trace, make_config(trace, workers=2))
     assert caught.value.rank is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_more_processes_than_memory_holds_are_refused(
+    letters: Callable[..., Trace],
+    make_config: Callable[..., ReplayConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slip of the finger starts none, and is told how many there could be."""
+    monkeypatch.setattr(_processes, "memory_limit_bytes", lambda: 100 * 2**20)
+    monkeypatch.setattr(_processes, "COMMAND", ("must-not-be-started",))
+    trace = letters("ab")
+    with pytest.raises(ConfigError, match=r"'workers' is 4, .* Use at most 3 \(--workers\)"):
+        replay_trace(trace, make_config(trace, workers=4))
 
 
 def test_the_leftover_of_a_replay_killed_early_is_removed(

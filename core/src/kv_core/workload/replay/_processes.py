@@ -20,8 +20,9 @@ from multiprocessing.connection import wait
 from os import dup
 from typing import TYPE_CHECKING, Any, Final, final
 
-from kv_core.connector import ConnectorOutput
-from kv_core.errors import RegionError, WorkerError
+from kv_core.connector import ConnectorOutput, memory_limit_bytes
+from kv_core.errors import ConfigError, RegionError, WorkerError
+from kv_core.units import format_bytes
 from kv_core.workload.replay._messages import BlockCheck, WorkerFailure, WorkerStart
 from kv_core.workload.replay._worker import StepOutcome
 
@@ -50,6 +51,8 @@ _PATIENCE_AT_END_S: Final = 10.0
 _PATIENCE_FOR_STATUS_S: Final = 5.0
 # The system counts some waits in milliseconds, of 31 bits.
 _LONGEST_PATIENCE_S: Final = 7 * 86400.0
+# An interpreter with numpy and the engine, before it has any KV cache.
+_PROCESS_BYTES: Final = 32 * 2**20
 _TIMEVAL: Final = struct.Struct("@ll")
 
 
@@ -82,8 +85,10 @@ class WorkerProcesses:
             stopwatch: Where the time that the workers take is added up.
 
         Raises:
+            ConfigError: So many processes would not fit into memory. None was started.
             WorkerError: A worker did not get ready. All of them have been ended.
         """
+        _require_room(config.workers)
         self._stopwatch = stopwatch
         self._patience_s = min(config.stall_deadline_s, _LONGEST_PATIENCE_S)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -254,6 +259,23 @@ class WorkerProcesses:
                 process.kill()
                 process.wait()
             self._processes.pop()
+
+
+def _require_room(workers: int) -> None:
+    """Refuse a number of processes, likely a slip, that would leave nothing for anybody else.
+
+    Raises:
+        ConfigError: Their interpreters alone take more memory than there is.
+    """
+    needed_bytes, limit_bytes = workers * _PROCESS_BYTES, memory_limit_bytes()
+    if needed_bytes > limit_bytes:
+        raise ConfigError(
+            f"'workers' is {workers}, but so many processes take {format_bytes(needed_bytes)} "
+            "before they have any KV cache, and there are "
+            f"{format_bytes(limit_bytes)} of memory here. Use at most "
+            f"{limit_bytes // _PROCESS_BYTES} (--workers)",
+            setting="workers",
+        )
 
 
 def _limit_waits(connection: Connection, patience_s: float) -> None:
