@@ -132,6 +132,18 @@ class Engine:
             StepSchedule(scheduled, preempted_req_ids=preempted, allocated_block_ids=allocated)
         )
 
+    def begin_load(self, request: Request, num_blocks: int = 2) -> list[list[int]]:
+        """Give a request that CPU memory knows blocks of the GPU, and have the next step load it.
+
+        Returns:
+            Its block table.
+        """
+        tokens = self.matched(request)
+        assert tokens
+        table = self.allocate(request, num_blocks)
+        self.scheduler.update_state_after_alloc(request, table, tokens)
+        return table
+
     def finish(self, request: Request) -> None:
         """End a request and release its blocks."""
         for block_ids in self.tables.pop(request.req_id, []):

@@ -152,8 +152,7 @@ def test_preemption_flushes_a_load_in_flight(
     engine = make_engine()
     engine.store("ab")
     request = make_request("r", "ab")
-    engine.matched(request)
-    engine.scheduler.update_state_after_alloc(request, engine.allocate(request, 2), 8)
+    engine.begin_load(request)
     metadata = engine.step()
     assert engine.step(preempted=frozenset({"r"})).need_flush
     engine.report(metadata)

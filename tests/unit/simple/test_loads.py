@@ -137,9 +137,7 @@ def test_an_aborted_load_keeps_its_blocks_until_it_has_ended(
     engine = make_engine(gpu_blocks=6)
     engine.store("ab")
     request = make_request("r", "ab")
-    engine.matched(request)
-    table = engine.allocate(request, 3)
-    engine.scheduler.update_state_after_alloc(request, table, 8)
+    table = engine.begin_load(request, 3)
     metadata = engine.step()
     engine.finish(request)
     assert engine.stat("blocks_pinned") == 2
@@ -158,8 +156,7 @@ def test_a_load_aborted_before_its_step_never_begins(
     engine = make_engine(gpu_blocks=6)
     engine.store("ab")
     request = make_request("r", "ab")
-    engine.matched(request)
-    engine.scheduler.update_state_after_alloc(request, engine.allocate(request, 2), 8)
+    engine.begin_load(request)
     assert engine.scheduler.has_pending_work()
     engine.finish(request)
     assert engine.pool.num_free == 5
@@ -175,12 +172,10 @@ def test_a_namesake_is_not_told_of_an_aborted_load(
     engine = make_engine()
     engine.store("ab")
     first, second = make_request("r", "ab"), make_request("r", "ab")
-    engine.matched(first)
-    engine.scheduler.update_state_after_alloc(first, engine.allocate(first, 2), 8)
+    engine.begin_load(first)
     old = engine.step()
     engine.finish(first)
-    engine.matched(second)
-    engine.scheduler.update_state_after_alloc(second, engine.allocate(second, 2), 8)
+    engine.begin_load(second)
     new = engine.step()
     assert engine.report(old).loaded_req_ids == set()
     assert engine.report(new).loaded_req_ids == {"r"}
@@ -193,8 +188,7 @@ def test_a_load_has_ended_when_every_rank_says_so(
     engine = make_engine(world_size=3)
     engine.store("ab")
     request = make_request("r", "ab")
-    engine.matched(request)
-    engine.scheduler.update_state_after_alloc(request, engine.allocate(request, 2), 8)
+    engine.begin_load(request)
     metadata = engine.step()
     assert engine.report(metadata, ranks=1).loaded_req_ids == set()
     assert engine.report(metadata, ranks=1, failed=True).failed_req_ids == set()
@@ -213,8 +207,7 @@ def test_loads_of_a_step_are_one_event(
     for step, names in enumerate((("r", "s"), ("t",))):
         for name in names:
             request = make_request(name, "ab")
-            engine.matched(request)
-            engine.scheduler.update_state_after_alloc(request, engine.allocate(request, 2), 8)
+            engine.begin_load(request)
         metadata = engine.step()
         assert metadata.load_event_to_reqs == {step: names}
         assert len(metadata.load_gpu_blocks) == len(metadata.load_cpu_blocks) == 2 * len(names)

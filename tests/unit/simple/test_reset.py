@@ -67,8 +67,7 @@ def test_a_load_in_flight_is_reported_as_failed(
     engine = make_engine()
     engine.store("ab")
     request = make_request("r", "ab")
-    tokens = engine.matched(request)
-    engine.scheduler.update_state_after_alloc(request, engine.allocate(request, 3), tokens)
+    engine.begin_load(request)
     metadata = engine.step()
     engine.scheduler.reset_cache()
     assert engine.stat("blocks_pinned") == 2
