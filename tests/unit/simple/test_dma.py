@@ -16,6 +16,8 @@ from kv_core.device import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCa
 from kv_core.simple import NO_EVENT, DmaCopyBackend, HostComputeOrder
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import numpy.typing as npt
 
     from kv_core.device.copy import CopyBatch
@@ -197,3 +199,38 @@ def test_a_stream_that_ends_badly_does_not_stop_a_shutdown(
         copies.shutdown()
     assert "ended badly" in caplog.text
     assert backend.streams["store"].is_closed
+
+
+def test_a_mark_that_fails_is_the_outcome_of_its_copy() -> None:
+    """The engine's step goes on, and nothing is copied that might overtake the engine's work."""
+
+    class FailingOrder:
+        def mark(self) -> AbstractContextManager[None]:
+            raise RuntimeError("the device is lost")
+
+    backend = Backend()
+    gpu, cpu = np.zeros((2, 8), dtype=np.int8), np.zeros((2, 8), dtype=np.int8)
+    caches = CanonicalKVCaches((CanonicalKVCacheTensor(gpu, 8),), ((CanonicalKVCacheRef(0, 8),),))
+    copies = DmaCopyBackend(caches, [cpu], backend, FailingOrder())
+    copies.launch_copy(4, [1], [1], is_store=False)
+    copies.flush()
+    (refused,) = copies.poll(is_store=False)
+    assert (refused.event, str(refused.error)) == (4, "the device is lost")
+    assert backend.streams["load"].batches == []
+    copies.shutdown()
+
+
+def test_a_stream_without_the_other_is_closed() -> None:
+    """No thread is left of a start that failed."""
+
+    class HalfBackend(Backend):
+        @override
+        def open_stream(self, name: str) -> Stream:
+            if name == "store":
+                raise OSError("no second stream")
+            return super().open_stream(name)
+
+    backend = HalfBackend()
+    with pytest.raises(OSError, match="no second stream"):
+        open_copies(backend)
+    assert backend.streams["load"].is_closed

@@ -12,7 +12,7 @@ import pytest
 
 from kv_core.device import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kv_core.device.copy import HostCopyBackend
-from kv_core.errors import EngineStateError
+from kv_core.errors import ConfigError, EngineStateError
 from kv_core.simple import (
     SimpleCPUOffloadMetadata,
     SimpleCPUOffloadWorker,
@@ -314,3 +314,14 @@ def test_shutdown_finishes_copies_and_leaves_no_thread() -> None:
     assert int(tensor[2, 0]) == 3
     assert rank.worker.cpu_tensors == ()
     assert threading.enumerate() == threads
+
+
+def test_nothing_to_offload_is_refused() -> None:
+    """KV caches without tensors, and CPU memory without blocks, by what is missing."""
+    worker = SimpleCPUOffloadWorker(lambda _: HostCopyBackend())
+    with pytest.raises(ValueError, match="no tensors"):
+        worker.register_kv_caches(CanonicalKVCaches((), ()), 1)
+    gpu = np.zeros((2, 8), dtype=np.int8)
+    caches = CanonicalKVCaches((CanonicalKVCacheTensor(gpu, 8),), ((CanonicalKVCacheRef(0, 8),),))
+    with pytest.raises(ConfigError, match="at least one block, found 0"):
+        worker.register_kv_caches(caches, 0)

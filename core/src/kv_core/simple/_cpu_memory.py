@@ -60,8 +60,14 @@ class CpuMemory:
             clock: Seconds, monotonic.
 
         Raises:
-            ConfigError: There is not so much memory.
+            ConfigError: There is not so much memory, or no block.
         """
+        if num_blocks < 1:
+            raise ConfigError(
+                f"CPU memory needs at least one block, found {num_blocks}. Give the rank more CPU "
+                "memory ('cpu_bytes')",
+                setting="cpu_bytes",
+            )
         self.tensors: tuple[npt.NDArray[np.int8], ...] = tuple(
             _map(num_blocks, size, num_blocks * sum(page_bytes)) for size in page_bytes
         )

@@ -62,13 +62,14 @@ class _Order:
         event: Its event.
         gpu_block_ids: Blocks on the GPU.
         cpu_block_ids: Blocks in CPU memory.
-        after: Context that orders what is submitted within it.
+        after: Context that orders what is submitted within it; or why there is none, and nothing
+            can be submitted: nobody knows what it would overtake.
     """
 
     event: int
     gpu_block_ids: Sequence[int]
     cpu_block_ids: Sequence[int]
-    after: AbstractContextManager[None]
+    after: AbstractContextManager[None] | Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,11 @@ class DmaCopyBackend:
         self._page_bytes = _column(pages)
         self._order = order
         self._loads = _Direction(backend.open_stream("load"))
-        self._stores = _Direction(backend.open_stream("store"))
+        try:
+            self._stores = _Direction(backend.open_stream("store"))
+        except BaseException:
+            self._loads.stream.close()
+            raise
         self._is_closed = False
         self._queue: queue.SimpleQueue[tuple[_Direction, _Order] | threading.Event | None]
         self._queue = queue.SimpleQueue()
@@ -197,6 +202,8 @@ class DmaCopyBackend:
     ) -> None:
         """Copy blocks after all that the engine has submitted so far; return at once.
 
+        A copy that cannot be ordered or submitted is reported as failed, in its turn.
+
         Args:
             event: Larger than those of the direction before.
             gpu_block_ids: Blocks on the GPU.
@@ -208,7 +215,12 @@ class DmaCopyBackend:
         """
         if self._is_closed:
             raise EngineStateError("the copy back end is shut down")
-        order = _Order(event, gpu_block_ids, cpu_block_ids, self._order.mark())
+        after: AbstractContextManager[None] | Exception
+        try:
+            after = self._order.mark()
+        except Exception as error:  # noqa: BLE001 - reported as the outcome of this copy
+            after = error
+        order = _Order(event, gpu_block_ids, cpu_block_ids, after)
         self._queue.put((self._direction(is_store=is_store), order))
 
     def high_water_mark(self, *, is_store: bool) -> int:
@@ -266,6 +278,8 @@ class DmaCopyBackend:
             direction.launched.append(self._launch(direction, order))
 
     def _launch(self, direction: _Direction, order: _Order) -> _Launched:
+        if isinstance(order.after, Exception):
+            return _Launched(order.event, refusal=order.after)
         try:
             batch = self._describe(order, to_cpu=direction is self._stores)
             with order.after:

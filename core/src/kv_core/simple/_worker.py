@@ -78,11 +78,17 @@ class SimpleCPUOffloadWorker:
             num_cpu_blocks: Blocks of CPU memory, the same on every rank.
 
         Raises:
-            ConfigError: There is not so much memory.
+            ConfigError: There is not so much memory, or no block.
             EngineStateError: It was called before.
+            ValueError: There are no tensors.
         """
         if self._copies is not None:
             raise EngineStateError("the KV caches of this worker are registered already")
+        if not kv_caches.tensors:
+            raise ValueError(
+                "the KV caches have no tensors; canonicalize_kv_caches makes them of what the "
+                "engine registers"
+            )
         pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
         self._memory = CpuMemory(num_cpu_blocks, pages, self._registrar)
         try:
