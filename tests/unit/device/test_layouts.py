@@ -249,8 +249,9 @@ def test_views_write_into_the_registered_memory() -> None:
         pytest.param(
             np.zeros((4, 16))[:, ::2], KVLayout.SINGLE, "must be contiguous", id="gaps in a block"
         ),
+        pytest.param(np.zeros((4, 8))[:, ::-1], KVLayout.SINGLE, "runs backwards", id="backwards"),
         pytest.param(
-            np.zeros((4, 8))[:, ::-1], KVLayout.SINGLE, "must be contiguous", id="backwards"
+            np.zeros((2, 4, 8))[::-1], KVLayout.KV_FIRST, "runs backwards", id="values first"
         ),
         pytest.param(
             np.zeros((8, 4)).T, KVLayout.SINGLE, "must be contiguous", id="blocks innermost"
@@ -393,6 +394,17 @@ def test_sparse_tensors_are_refused() -> None:
     tensor = torch.zeros(4, 8).to_sparse()
     with pytest.raises(ValueError, match=r"must be a dense tensor, found .* torch.sparse_coo"):
         canonicalize_kv_caches([_layer(tensor, KVLayout.SINGLE)], num_blocks=4, num_groups=1)
+
+
+@pytest.mark.torch
+def test_tensors_without_memory_are_refused() -> None:
+    """A copy would go to address 0: of a meta tensor, or of one whose storage was given back."""
+    torch = pytest.importorskip("torch")
+    given_back = torch.zeros(4, 8)
+    given_back.untyped_storage().resize_(0)
+    for tensor in (torch.zeros(4, 8, device="meta"), given_back):
+        with pytest.raises(ValueError, match="has no memory behind it"):
+            canonicalize_kv_caches([_layer(tensor, KVLayout.SINGLE)], num_blocks=4, num_groups=1)
 
 
 @pytest.mark.torch

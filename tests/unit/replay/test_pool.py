@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_core.errors import ConfigError
 from kv_core.workload.replay import GpuBlockPool
 
 
@@ -54,6 +58,12 @@ def test_released_content_can_be_used_again() -> None:
     assert pool.num_free == 0
     pool.release(found)
     assert pool.num_free == 3
+
+
+def test_a_pool_that_no_memory_holds_is_refused() -> None:
+    """As a setting that is too large, which it is."""
+    with pytest.raises(ConfigError, match=r"books of a GPU pool of \d+ blocks .*--gpu-blocks"):
+        GpuBlockPool(sys.maxsize)
 
 
 def test_a_shared_block_is_free_when_its_last_user_is_gone() -> None:

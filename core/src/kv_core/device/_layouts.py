@@ -113,8 +113,8 @@ def canonicalize_kv_caches(
         num_groups: KV cache groups. One may have no layer here.
 
     Raises:
-        ValueError: A layer is not what it is said to be, layers are on different devices, or their
-            memory overlaps in another way than page by page.
+        ValueError: A layer is not what it is said to be or has no memory, layers are on different
+            devices, or their memory overlaps in another way than page by page.
     """
     _check_layers(layers, num_groups)
     all_pages = [pages for layer in layers for pages in _pages_of(layer, num_blocks)]
@@ -179,6 +179,11 @@ def _pages_of(layer: RegisteredLayer, num_blocks: int) -> Iterator[_Pages]:
             f"so its shape must begin with ({dimensions}), found {shape}"
         )
     start = tensor_address(layer.tensor)
+    if start == 0:
+        # Meta tensors, and those whose storage was given back, would be copied to all the same.
+        raise ValueError(
+            f"layer {layer.name!r} has no memory behind it; register it once its memory is there"
+        )
     if layer.layout is KVLayout.KV_FIRST:
         half_bytes = _dense_bytes(layer, shape[2:], strides[2:], item_bytes)
         if not strides[0] == half_bytes <= strides[1] // 2:
@@ -208,6 +213,11 @@ def _geometry(layer: RegisteredLayer) -> tuple[tuple[int, ...], tuple[int, ...],
             raise ValueError(
                 f"layer {layer.name!r} has elements of type {tensor.dtype}, which are references; "
                 "expected numbers"
+            )
+        if any(stride < 0 for stride in tensor.strides):
+            raise ValueError(
+                f"layer {layer.name!r} runs backwards through memory: its strides are "
+                f"{tensor.strides}; register the array that it is a view of"
             )
         return tensor.shape, tensor.strides, tensor.itemsize
     if str(tensor.layout) != "torch.strided":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, final
 
+from kv_core.errors import ConfigError
 from kv_core.keys import make_offload_key
 from kv_core.workload.replay._free_queue import FreeQueue
 
@@ -31,9 +32,24 @@ class GpuBlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        """Make a pool whose blocks are all free.
+
+        Args:
+            num_blocks: Blocks, with the null block.
+
+        Raises:
+            ConfigError: There is no memory for the books of so many.
+        """
         self.num_blocks = num_blocks - 1
-        self._free = FreeQueue(num_blocks)
-        self._users = [0] * num_blocks
+        try:
+            self._free = FreeQueue(num_blocks)
+            self._users = [0] * num_blocks
+        except (MemoryError, OverflowError) as error:
+            raise ConfigError(
+                f"the books of a GPU pool of {num_blocks} blocks do not fit into memory. Give it "
+                "fewer blocks (--gpu-blocks)",
+                setting="gpu_blocks",
+            ) from error
         self._block_by_hash: dict[bytes, int] = {}
         self._hash_by_block: dict[int, bytes] = {}
 
