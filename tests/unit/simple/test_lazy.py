@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kv_core.connector import ScheduledRequest
 from kv_core.simple import FreeQueueCursor
 from kv_core.workload.replay import GpuBlockPool
 
@@ -228,3 +229,21 @@ def test_blocks_that_requests_use_again_are_not_counted(
     engine.scheduler.update_state_after_alloc(first, [tables[first][:2]], 0)
     engine.pool.release(tables[first][:2])
     assert engine.step().store_gpu_blocks == tuple(tables[second][2:])
+
+
+def test_stores_that_fail_do_not_keep_an_idle_engine_busy(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+) -> None:
+    """They are tried again when there is something to compute, wherever the cursor is then."""
+    engine = make_engine(gpu_blocks=8, lazy=True)
+    request, other = make_request("r", "abcd"), make_request("s", "x")
+    table = engine.allocate(other, 1)
+    engine.compute(request)
+    engine.finish(request)
+    first = engine.step()
+    assert first.store_gpu_blocks != ()
+    engine.report(first, failed=True)
+    assert engine.step().store_gpu_blocks == ()
+    assert not engine.scheduler.has_pending_work()
+    again = engine.step(ScheduledRequest(other, 0, 4, table))
+    assert again.store_gpu_blocks == first.store_gpu_blocks

@@ -57,6 +57,7 @@ class StoreBook:
         self._batches: dict[int, StoreBatch] = {}
         self._next_event = 0
         self._queue = FreeQueueCursor(gpu_blocks, config.target_free)
+        self._has_failed_lately = False
         self.num_declined = 0
         """Offers of which a part found no room so far."""
         self.num_failed = 0
@@ -188,6 +189,10 @@ class StoreBook:
 
     def _take_from_queue(self, step: SimpleStep) -> StoreBatch:
         """Take blocks from the head of the GPU's free queue that CPU memory does not have."""
+        if self._has_failed_lately and not step.scheduled:
+            # Trying again and again would keep an engine busy that has nothing to do.
+            return StoreBatch((), NO_TRANSFER, (), self._config.world_size)
+        self._has_failed_lately = False
         self._queue.note_used(step.allocated_block_ids)
         # While they are being stored they cannot be handed out; the other half can.
         in_flight = self._queue.num_being_stored
@@ -224,6 +229,7 @@ class StoreBook:
         gpu_ids = batch.transfer.gpu_block_ids
         if batch.failed:
             self.num_failed += 1
+            self._has_failed_lately = True
             self._cpu.discard(batch.transfer.cpu_block_ids)
             self._offer_again(batch.keys)
         else:
@@ -231,7 +237,10 @@ class StoreBook:
         if self._config.lazy:
             self._queue.stored(gpu_ids)
             self._gpu.release(gpu_ids, to_front=True)
-            if not batch.failed:
+            if batch.failed:
+                # The cursor may have passed them.
+                self._queue.restart()
+            else:
                 self._queue.returned(gpu_ids)
         else:
             self._gpu.release(gpu_ids)
