@@ -74,6 +74,7 @@ _UNFRIENDLY: Final = {
         usefixtures = "not_there"
         filterwarnings = ["error"]
         xfail_strict = true
+        empty_parameter_set_mark = "fail_at_collect"
         timeout = 1
     """,
     "conftest.py": """
@@ -313,7 +314,74 @@ def test_a_tier_that_replaces_a_part_of_the_suite(tmp_path: Path) -> None:
     assert done.returncode != 0, done.stdout
     (problem,) = report(tmp_path)["problems"]
     assert "kv_conformance.rig._rig.Rig.finds" in problem
-    assert "error: the suite was changed while it ran" in done.stdout
+    assert "error: the suite was changed" in done.stdout
+
+
+def test_a_plugin_that_replaces_the_verdict(tmp_path: Path) -> None:
+    """A plugin that was there before the suite is found in the process that judges, too."""
+    write(
+        tmp_path,
+        {
+            "lenient.py": """
+                from kv_conformance.run import _verdict
+
+                _verdict._overall = lambda results, problems: _verdict.Verdict.CONFORMANT
+            """
+        },
+    )
+    done = conformance(tmp_path, LIAR, ONE_CLAUSE, "-p", "lenient")
+    assert done.returncode == 3, done.stdout
+    (problem,) = report(tmp_path)["problems"]
+    assert "kv_conformance.run._verdict._overall" in problem
+
+
+def test_a_tier_that_stops_the_clock(tmp_path: Path) -> None:
+    """A clock of Python that was replaced makes the run an error."""
+    write(
+        tmp_path,
+        {
+            "timeless.py": """
+                import time
+                from kv_conformance.mutants import always_there
+
+                time.perf_counter = lambda: 1.0
+            """
+        },
+    )
+    done = conformance(tmp_path, "--conformance-harness=timeless:always_there", ONE_CLAUSE)
+    assert done.returncode != 0, done.stdout
+    (problem,) = report(tmp_path)["problems"]
+    assert "time.perf_counter" in problem
+
+
+def test_a_tier_that_removes_the_notes_of_the_run(tmp_path: Path) -> None:
+    """There is a report, and it says what happened."""
+    write(
+        tmp_path,
+        {
+            "tidy.py": """
+                import os
+                import shutil
+                from pathlib import Path
+                from kv_conformance.mutants import always_there
+
+                shutil.rmtree(Path(os.environ["KV_CONFORMANCE_JOURNAL"]).parent)
+            """
+        },
+    )
+    done = conformance(tmp_path, "--conformance-harness=tidy:always_there", ONE_CLAUSE)
+    assert done.returncode == 3, done.stdout
+    (problem,) = report(tmp_path)["problems"]
+    assert "the notes of the run were removed" in problem
+
+
+@pytest.mark.parametrize("option", ["--version", "--help", "--markers"])
+def test_an_option_that_only_prints(tmp_path: Path, option: str) -> None:
+    """It tests nothing with status 0, so it must be typed and not come from the environment."""
+    done = conformance(tmp_path, LIAR, ONE_CLAUSE, PYTEST_ADDOPTS=option)
+    assert done.returncode == 4, done.stdout
+    assert "nothing would be tested" in done.stdout
+    assert conformance(tmp_path, option).returncode == 0
 
 
 def test_a_journal_from_outside(tmp_path: Path) -> None:

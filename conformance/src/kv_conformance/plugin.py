@@ -23,7 +23,12 @@ from kv_conformance.run._case import CASES
 from kv_conformance.run._complete import find_untested
 from kv_conformance.run._deviations import read_deviations
 from kv_conformance.run._explain import explain
-from kv_conformance.run._integrity import find_changes, foreign_plugins, snapshot
+from kv_conformance.run._integrity import (
+    find_changes,
+    find_strangers,
+    foreign_plugins,
+    snapshot,
+)
 from kv_conformance.run._journal import (
     JOURNAL_VARIABLE,
     SUPERVISED,
@@ -41,7 +46,7 @@ from kv_conformance.run._verdict import Verdict, judge
 from kv_conformance.suite import SUITE_FILES, load_suite
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator, Mapping
 
     from kv_conformance.rig import Violation
     from kv_conformance.run._case import Case
@@ -57,6 +62,8 @@ _OPENED: Final = pytest.StashKey[set[str]]()
 _GIVEN_UP: Final = pytest.StashKey[set[str]]()
 _SUITE: Final = pytest.StashKey[dict[str, object]]()
 _POSITIONAL: Final = pytest.StashKey[tuple[str, ...]]()
+
+_PRINTING: Final = ("-h", "--help", "-V", "--version", "--markers", "--conformance-explain")
 
 _EXIT: Final = {
     Verdict.CONFORMANT: 0,
@@ -87,14 +94,15 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """Supervise the run instead of collecting anything."""
     option = config.option
-    if option.conformance_explain:
-        return _explain(option.conformance_explain)
+    if option.conformance_explain or option.help or option.version or option.markers:
+        _refuse_unless_typed(config)
+        return _explain(option.conformance_explain) if option.conformance_explain else None
     if option.conformance_clause and not option.conformance:
         raise pytest.UsageError(
             "--conformance-clause chooses among the tests of the suite, which runs only with "
             "--conformance: add that"
         )
-    if not option.conformance or option.help or option.version or option.markers:
+    if not option.conformance:
         return None
     positional = tuple(option.file_or_dir)
     config.stash[_POSITIONAL] = positional
@@ -116,6 +124,18 @@ def _explain(clause_id: str) -> int:
     return 0
 
 
+def _refuse_unless_typed(config: pytest.Config) -> None:
+    """Refuse to print something instead of a run, with status 0, unless that is what was typed."""
+    typed = [str(argument) for argument in config.invocation_params.args]
+    # pytest reads no further than to --help.
+    asked_for = config.option.conformance or "--conformance" in typed
+    if asked_for and not any(argument.startswith(_PRINTING) for argument in typed):
+        raise pytest.UsageError(
+            "PYTEST_ADDOPTS or a configuration file has an option that prints something instead of "
+            f"running tests ({', '.join(_PRINTING)}), so nothing would be tested: remove it there"
+        )
+
+
 def _refuse_xdist(config: pytest.Config) -> None:
     option = config.option
     if getattr(option, "numprocesses", None) or getattr(option, "dist", "no") != "no":
@@ -130,6 +150,7 @@ def _refuse_xdist(config: pytest.Config) -> None:
 
 def _supervised(config: pytest.Config, options: Options) -> int:
     load_suite()
+    before = snapshot()
     untested = find_untested(CLAUSES, CASES.values())
     if untested:
         raise pytest.UsageError(
@@ -148,6 +169,12 @@ def _supervised(config: pytest.Config, options: Options) -> int:
         raise pytest.UsageError(str(error)) from error
     if status == pytest.ExitCode.USAGE_ERROR and not events:
         return status
+    told = {event["message"] for event in events if event["event"] == "problem"}
+    events += [
+        {"event": "problem", "message": message}
+        for message in _what_was_changed(before)
+        if message not in told
+    ]
     verdicts = judge(events, deviations)
     problems = [event["message"] for event in events if event["event"] == "problem"]
     problems += _not_reached(options, verdicts)
@@ -188,6 +215,16 @@ def _not_reached(options: Options, verdicts: list[TierVerdict]) -> list[str]:
     if not verdicts or not missing:
         return []
     return [f"the run ended before {', '.join(missing)} was tested"]
+
+
+def _what_was_changed(before: Mapping[str, object]) -> Iterator[str]:
+    """Say what of the suite is not what was installed. Both processes ask."""
+    changed = sorted({*find_changes(before), *find_strangers()})
+    if changed:
+        yield (
+            f"the suite was changed: {', '.join(changed)} is not what was installed. Something "
+            "that was imported has replaced it; no result of this run counts"
+        )
 
 
 # -- the process that runs the tests --------------------------------------------------------------
@@ -248,13 +285,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             )
     journal.write("plugins", names=foreign_plugins(session.config))
     before = session.config.stash.get(_SUITE, None)
-    changed = find_changes(before) if before is not None else []
-    if changed:
-        journal.write(
-            "problem",
-            message=f"the suite was changed while it ran: {', '.join(changed)} is not what was "
-            "installed. Something that was imported has replaced it; no result of this run counts",
-        )
+    for message in _what_was_changed(before or {}):
+        journal.write("problem", message=message)
     journal.write("finished")
 
 

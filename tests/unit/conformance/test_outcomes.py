@@ -52,7 +52,13 @@ def rigs(tmp_path: Path, notes: Notes) -> Rigs:
     subject = SubjectType("acme", "acme 1.0", harness.spec, harness, "acme", tmp_path)
 
     def report(violation: Violation) -> None:
-        notes.journal.write("violation", clause=violation.clause, message=violation.message)
+        notes.journal.write(
+            "violation",
+            tier="acme",
+            case="test",
+            clause=violation.clause,
+            message=violation.message,
+        )
 
     return Rigs(subject, "test", Budget(), report)
 
@@ -227,3 +233,11 @@ def test_every_untested_clause_is_found() -> None:
     cases = [Case("a", clause_of("JOB-2"), 60.0), Case("b", clause_of("JOB-2"), 60.0)]
     untested = find_untested(CLAUSES, cases)
     assert untested == [clause.id for clause in CLAUSES if clause.id != "JOB-2"]
+
+
+def test_what_others_write_into_the_journal(notes: Notes) -> None:
+    """Lines that the suite has not written are left out; the next event is read all the same."""
+    for line in ("5", "[]", '"end"', "{}", '{"event": "end"}', '{"event": []}', "\xff", "{"):
+        os.write(notes.journal.descriptor, line.encode("latin-1") + b"\n")
+    notes.journal.write("problem", message="none")
+    assert notes.events == [{"event": "problem", "message": "none"}]

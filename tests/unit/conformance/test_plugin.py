@@ -12,7 +12,12 @@ import pytest
 from kv_conformance import plugin
 from kv_conformance.harness import HarnessError
 from kv_conformance.rig import Budget
-from kv_conformance.run._integrity import find_changes, foreign_plugins, snapshot
+from kv_conformance.run._integrity import (
+    find_changes,
+    find_strangers,
+    foreign_plugins,
+    snapshot,
+)
 from kv_conformance.run._journal import (
     JOURNAL_VARIABLE,
     SUPERVISED,
@@ -83,6 +88,38 @@ def test_a_property_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot()
     monkeypatch.setattr(Budget, "grace_s", property(lambda _: 1e9))
     assert find_changes(before) == ["kv_conformance.rig._budget.Budget.grace_s"]
+
+
+def test_a_constant_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are the limits that the suite measures against."""
+    before = snapshot()
+    monkeypatch.setattr("kv_conformance.rig._calls._WAITING_S", 1e9)
+    assert find_changes(before) == ["kv_conformance.rig._calls._WAITING_S"]
+
+
+def test_a_clock_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that stands, nobody blocks anything."""
+    before = snapshot()
+    monkeypatch.setattr("time.perf_counter", lambda: 1.0)
+    assert find_changes(before) == ["time.perf_counter"]
+    assert find_strangers() == ["time.perf_counter"]
+
+
+def test_no_strangers() -> None:
+    """All code of the suite comes from its own files and from what it is made with."""
+    load_suite()
+    assert find_strangers() == []
+
+
+def test_replaced_before_anybody_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function from elsewhere shows without a look at what was there before."""
+    load_suite()
+    monkeypatch.setattr("kv_conformance.run._verdict._overall", lambda *_: None)
+    monkeypatch.setattr(Budget, "grace_s", property(lambda _: 1e9))
+    assert find_strangers() == [
+        "kv_conformance.rig._budget.Budget.grace_s",
+        "kv_conformance.run._verdict._overall",
+    ]
 
 
 # -- what else is loaded ------------------------------------------------------------------------
@@ -235,6 +272,29 @@ def test_a_wrong_harness(tmp_path: Path, reference: str, words: str) -> None:
 def test_one_tier_twice(tmp_path: Path) -> None:
     """A tier that is named twice would be judged by the sum of two runs."""
     assert "2 times" in refusal(tmp_path, harnesses=(FOLDER, FOLDER))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": "../acme"}, "a type is a word of letters"),
+        ({"name": "a" * 65}, "at most 64 characters"),
+        ({"name": "acme\x1b[2J"}, "a type is a word of letters"),
+        ({"capabilities": ()}, "as tuple: make it a frozenset"),
+        ({"capabilities": None}, "as NoneType: make it a frozenset"),
+        ({"capabilities": type("Set", (frozenset,), {})()}, "as Set: make it a frozenset"),
+    ],
+)
+def test_a_strange_declaration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    """A type that can name no file, and a set of capabilities that may lie, are refused."""
+    from kv_conformance.reference import DictHarness, dict_spec
+
+    module: Any = types.ModuleType("strange_tier")
+    module.make = lambda workdir: DictHarness(workdir, dict_spec(**changes))
+    monkeypatch.setitem(sys.modules, "strange_tier", module)
+    assert words in refusal(tmp_path, harnesses=("strange_tier:make",))
 
 
 def test_an_unknown_capability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -147,8 +148,18 @@ def write_report(
     for verdict in verdicts:
         files[_BADGE.format(verdict.tier)] = json.dumps(_badge(verdict)) + "\n"
     for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        _write(folder / name, text)
     return [folder / name for name in files]
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all, also on a disk that is full."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _badge(verdict: TierVerdict) -> dict[str, Any]:

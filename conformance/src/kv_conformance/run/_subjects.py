@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kv_conformance.harness import Harness, HarnessError
 from kv_conformance.rig import SubjectType
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from kv_core.contract import TierSpec
 
 __all__ = ["find_subjects", "load_harness", "load_spec"]
+
+# As the settings of an engine name it, and as a file of the report can be named.
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_MOST_CHARS: Final = 64
 
 
 def find_subjects(
@@ -58,6 +63,7 @@ def find_subjects(
             SubjectType(harness.spec.type, reference, harness.spec, harness, reference, folder)
         )
     for subject in subjects:
+        _refuse_strange_name(subject.name)
         _refuse_unknown_capabilities(subject.spec)
     names = [subject.name for subject in subjects]
     for name in names:
@@ -69,8 +75,21 @@ def find_subjects(
     return subjects
 
 
+def _refuse_strange_name(name: object) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > _MOST_CHARS:
+        raise HarnessError(
+            f"the TierSpec has the type {name!r}: a type is a word of letters, digits, '_', '.' "
+            f"and '-' that starts with a letter or digit, of at most {_MOST_CHARS} characters"
+        )
+
+
 def _refuse_unknown_capabilities(spec: TierSpec) -> None:
     declared: frozenset[object] = spec.capabilities
+    if type(declared) is not frozenset:
+        raise HarnessError(
+            f"tier {spec.type!r} declares its capabilities as {type(declared).__name__}: make it "
+            "a frozenset of members of Capability"
+        )
     unknown = [item for item in declared if not isinstance(item, Capability)]
     if unknown:
         raise HarnessError(

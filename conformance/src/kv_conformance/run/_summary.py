@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
@@ -30,6 +32,9 @@ def show(verdicts: Sequence[TierVerdict], problems: Sequence[str], files: Sequen
         files: The files of the report.
     """
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a tier says is in any script, and a terminal may know only one.
+        sys.stdout.reconfigure(errors="backslashreplace")
     console.rule("conformance")
     for problem in problems:
         console.print(f"error: {problem}", style="red")

@@ -56,12 +56,13 @@ _ORPHANS_S: Final = 5.0
 # suite must not replace it.
 # It ends with its parent, and without waiting for threads that a tier may have left running.
 _START: Final = (
-    "import ctypes, os, sys, types; "
+    "import sys; sys.path[:] = [entry for entry in sys.path if entry]; "
+    "import ctypes, os, types; "
     "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
-    " sys.path[:] = [entry for entry in sys.path if entry]; "
     f"import pytest; plugins = [types.ModuleType({SUPERVISED!r})]; "
     "status = int(pytest.main(sys.argv[1:], plugins=plugins)); "
-    "sys.stdout.flush(); sys.stderr.flush(); os._exit(status)"
+    "[stream.flush() for stream in (sys.stdout, sys.stderr) if stream is not None]; "
+    "os._exit(status)"
 )
 _USAGE_ERROR: Final = 4
 
@@ -80,31 +81,40 @@ def supervise(options: Options, arguments: Sequence[str]) -> tuple[int, list[dic
         HarnessError: There is no place for storages.
     """
     scratch = _make_scratch(options.workdir)
-    journal = scratch / "journal.jsonl"
+    # Not below the folder of storages, which some harness may empty.
+    notes = Path(tempfile.mkdtemp(prefix="kv-conformance-journal-"))
+    journal = notes / "journal.jsonl"
     journal.touch(mode=0o600)
     adopt_orphans()
     spared = child_processes()
-    hangs = 0
+    hangs, status = 0, 0
     try:
         with _interrupted_by_sigterm():
             for number in range(_MOST_CHILDREN):
                 seen = len(list(read_journal(journal)))
                 stacks_path(journal).write_text("")
                 ending = _run_child(arguments, journal, scratch / str(number), options.time_scale)
+                status = ending.status
                 _end_orphans(spared)
                 hangs += ending.hung
                 if not _close_open_test(journal, ending, seen) or hangs >= _MOST_HANGS:
                     break
-        return ending.status, list(read_journal(journal))
+        return status, list(read_journal(journal))
+    except FileNotFoundError as error:
+        _end_orphans(spared)
+        message = f"the notes of the run were removed while it ran, so it is not judged ({error})"
+        return status, [{"event": "problem", "message": message}]
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(notes, ignore_errors=True)
 
 
 def _make_scratch(workdir: Path | None) -> Path:
     try:
         if workdir is not None:
             workdir.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="kv-conformance-", dir=workdir))
+        # Absolute: a tier may change the working directory.
+        return Path(tempfile.mkdtemp(prefix="kv-conformance-", dir=workdir)).absolute()
     except OSError as error:
         raise HarnessError(
             f"no folder for the storages of the run can be made: {error}. Name a place with "
@@ -153,7 +163,7 @@ class _Ending:
 def _run_child(
     arguments: Sequence[str], journal: Path, workdir: Path, time_scale: float
 ) -> _Ending:
-    workdir.mkdir()
+    workdir.mkdir(parents=True)
     overrides = [part for setting in INI_OVERRIDES for part in ("-o", setting)]
     optimized = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
     command = [sys.executable, *optimized, "-c", _START, *overrides, *arguments]
@@ -162,7 +172,8 @@ def _run_child(
         JOURNAL_VARIABLE: str(journal),
         WORKDIR_VARIABLE: str(workdir),
     }
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     child = subprocess.Popen(command, env=environment)  # noqa: S603 - our own interpreter
     watch = _Watch(child, journal, max(1.0, time_scale) * _SILENCE_S)
     watch.start()
@@ -171,7 +182,8 @@ def _run_child(
     finally:
         watch.stop()
     stacks = stacks_path(journal).read_text(errors="replace")
-    sys.stderr.write(stacks)
+    if sys.stderr is not None:
+        sys.stderr.write(stacks)
     return _Ending(
         status,
         hung=watch.has_ended_it or timed_out(stacks),
@@ -243,7 +255,12 @@ class _Watch:
     def _look(self) -> None:
         size, since, allowed_s = -1, 0.0, 0.0
         while not self._ended.wait(_LOOK_S):
-            now = self._journal.stat().st_size
+            try:
+                now = self._journal.stat().st_size
+            except FileNotFoundError:
+                # Nobody can judge it any more.
+                self._child.kill()
+                return
             if now != size:
                 size, since, allowed_s = now, time.monotonic(), self._allowed_s()
             elif time.monotonic() - since > allowed_s:
