@@ -25,7 +25,7 @@ HOSTILE := --gpu-blocks 4096 --cpu-bytes 16MiB --tier hostile:max_blocks=200000,
 
 # All tiers of this repository, in each of their modes.
 EXAMPLE := kv_tier_example._harness
-CONFORMANCE_MODES := $(EXAMPLE):async_mode $(EXAMPLE):at_once
+CONFORMANCE_MODES := $(EXAMPLE):async_mode
 LOADED_RUNS ?= 50
 
 .PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile \
