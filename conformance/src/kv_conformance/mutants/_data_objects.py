@@ -272,6 +272,32 @@ def writes_in_place(workdir: Path) -> Harness:
     return FolderHarness(workdir, folder_spec(_WritesInPlace, capabilities=_UNCHECKED))
 
 
+class _TruncatingStore(FolderStore):
+    @override
+    def put(self, key: bytes, data: memoryview) -> None:
+        if self.exists(key):
+            self.path(key).write_bytes(b"")
+        super().put(key, data)
+
+
+class _Truncates(FolderTier):
+    store_type = _TruncatingStore
+
+    @override
+    def is_valid(self, key: OffloadKey, data: memoryview) -> bool:
+        return False
+
+
+@mutant(
+    "DATA-9",
+    breaks="Cuts an object off before it writes it again, under the eyes of another instance.",
+    source="LMCache#2517: of two instances that stored one key, one failed",
+)
+def truncates_before_it_writes(workdir: Path) -> Harness:
+    """Make the harness."""
+    return FolderHarness(workdir, folder_spec(_Truncates, capabilities=_UNCHECKED))
+
+
 # -- DATA-10 ---------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,9 @@ _PARAMS: Final[Mapping[str, object]] = {
     "remote_port": 1,
 }
 
+# A window of a fraction of a millisecond is met within a few rounds.
+_REPEATED_STORES: Final = 40
+
 
 def _faults(rigs: Rigs) -> list[Fault]:
     return [fault for fault in _FAILING if fault in rigs.harness.faults]
@@ -544,6 +547,29 @@ def test_a_store_that_is_stuck_publishes_nothing(rigs: Rigs) -> None:
     rig.stored([key], clause="DATA-11")
     reader.stored([key], clause="DATA-9")
     reader.expect_loads([key])
+
+
+@case("DATA-9")
+def test_a_block_stays_whole_while_it_is_stored_again(rigs: Rigs) -> None:
+    """One instance repeats the store of a block that is there; another one loads it meanwhile."""
+    if Capability.SHARED not in rigs.spec.capabilities:
+        # Within one instance, the tier can keep its readers waiting.
+        return
+    rig = opened_with_blocks(rigs, 1 << 20, num_blocks=16)
+    block_bytes = rig.opening.block_bytes
+    reader = rigs.open(storage=rig.opening.storage, block_bytes=block_bytes, num_blocks=16)
+    reader.blame_bytes = "DATA-9"
+    keys = rigs.keys(2)
+    rig.stored(keys)
+    reader.until_found(keys, reader.limits.visibility_delay_s, clause="SHARE-1")
+    for _ in range(_REPEATED_STORES):
+        writing = [rig.submit_store([key]) for key in keys]
+        error = reader.load(keys).result.error
+        expect(
+            error is None or error.kind not in (JobErrorKind.MISSING, JobErrorKind.DAMAGED),
+            f"a block that was there could not be loaded while it was stored again: {error}",
+        )
+        rig.wait_all(writing, clause="JOB-5")
 
 
 @case("DATA-9")
