@@ -183,14 +183,19 @@ def _reclaim(path: Path) -> None:
                 "one another engine id."
             )
         if _is_named(path, descriptor):
-            path.unlink(missing_ok=True)
+            _remove(path)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
     except OSError as error:
         raise RegionError(
             f"{path} is a leftover and cannot be removed: {error}. Remove it, or set another "
             "engine id."
         ) from error
-    finally:
-        os.close(descriptor)
 
 
 def _lock_once_reclaimed(descriptor: int) -> bool:
