@@ -217,7 +217,12 @@ def test_one_process_is_fine(option: dict[str, Any]) -> None:
 def test_a_clause_without_the_suite() -> None:
     """The option would be ignored, and nothing but the author's own tests be run."""
     option = SimpleNamespace(
-        conformance=False, conformance_explain=None, conformance_clause=["LOOK-1"]
+        conformance=False,
+        conformance_explain=None,
+        conformance_clause=["LOOK-1"],
+        help=False,
+        version=0,
+        markers=False,
     )
     config: Any = SimpleNamespace(option=option)
     with pytest.raises(pytest.UsageError, match="only with --conformance"):
