@@ -335,6 +335,26 @@ def test_a_plugin_that_replaces_the_verdict(tmp_path: Path) -> None:
     assert "kv_conformance.run._verdict._overall" in problem
 
 
+def test_a_plugin_that_hands_out_another_tier(tmp_path: Path) -> None:
+    """A fixture of the suite that a plugin replaces ends the run, and the plugin is named."""
+    write(
+        tmp_path,
+        {
+            "generous.py": """
+                import pytest
+
+                @pytest.fixture
+                def rigs(request):
+                    return request.param
+            """
+        },
+    )
+    done = conformance(tmp_path, LIAR, ONE_CLAUSE, PYTEST_PLUGINS="generous")
+    assert done.returncode == 3, done.stdout
+    (problem,) = report(tmp_path)["problems"]
+    assert "generous replaces the fixture 'rigs'" in problem
+
+
 def test_a_tier_that_stops_the_clock(tmp_path: Path) -> None:
     """A clock of Python that was replaced makes the run an error."""
     write(

@@ -327,6 +327,21 @@ def rigs(request: pytest.FixtureRequest) -> Generator[Rigs, None, None]:
         config.stash[_OPENED].add(name)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> None:
+    """End the run when the tests would be given another tier than the one they are about."""
+    journal = journal_of_this_process()
+    if fixturedef.argname != "rigs" or not _is_running_the_suite(request.config) or not journal:
+        return
+    origin = fixturedef.func.__module__
+    if origin != __name__:
+        message = f"{origin} replaces the fixture 'rigs' of the suite: run without that plugin"
+        journal.write("problem", message=message)
+        pytest.exit(message, returncode=3)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what ran before the process was restarted, and what was not asked for."""
