@@ -157,7 +157,7 @@ class LoadBook:
             return StepLoads()
         event = self._next_event
         self._next_event += 1
-        self._batches[event] = LoadBatch(states, self._config.world_size)
+        self._batches[event] = LoadBatch(states=states, reports_due=self._config.world_size)
         transfer = TransferMeta(
             tuple(block for state in states for block in state.transfer.gpu_block_ids),
             tuple(block for state in states for block in state.transfer.cpu_block_ids),
@@ -173,9 +173,7 @@ class LoadBook:
         batch = self._batches.get(event)
         if batch is None:
             return False
-        batch.reports_due -= count
-        batch.failed |= failed
-        if batch.reports_due <= 0:
+        if batch.take_reports(count, failed=failed):
             del self._batches[event]
             for state in batch.states:
                 self._let_go(state)

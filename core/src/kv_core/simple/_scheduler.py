@@ -88,7 +88,8 @@ class SimpleCPUOffloadScheduler:
             request: The request.
             block_ids: Its block table, per group: blocks that were computed and new ones.
             num_external_tokens: Tokens to load, at most as many as were answered; 0 for none,
-                and then nothing is held for it any more.
+                and then nothing is held for it any more. With sliding windows as many as were
+                answered or none: what fewer tokens need was not held.
 
         Raises:
             EngineStateError: So many tokens were not promised, or the block table is too short.

@@ -18,6 +18,7 @@ __all__ = [
     "LoadRequestState",
     "StoreBatch",
     "StoreRequestState",
+    "TransferBatch",
     "TransferMeta",
 ]
 
@@ -66,19 +67,38 @@ class LoadRequestState:
         return [block_id for group in self.pinned for block_id in group.values()]
 
 
-@dataclass(slots=True, eq=False)
-class LoadBatch:
-    """The loads of one step.
+@dataclass(slots=True, eq=False, kw_only=True)
+class TransferBatch:
+    """The transfers of one direction and step.
 
     Attributes:
-        states: The loads.
         reports_due: Ranks that have not reported yet.
         failed: Whether a rank reported failure.
     """
 
-    states: Sequence[LoadRequestState]
     reports_due: int
     failed: bool = False
+
+    def take_reports(self, count: int, *, failed: bool) -> bool:
+        """Take in the reports of some ranks.
+
+        Returns:
+            Whether every rank has reported.
+        """
+        self.reports_due -= count
+        self.failed |= failed
+        return self.reports_due <= 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LoadBatch(TransferBatch):
+    """The loads of one step.
+
+    Attributes:
+        states: The loads.
+    """
+
+    states: Sequence[LoadRequestState]
 
 
 @dataclass(slots=True, eq=False)
@@ -102,20 +122,16 @@ class StoreRequestState:
     is_outdated: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class StoreBatch:
+@dataclass(slots=True, eq=False, kw_only=True)
+class StoreBatch(TransferBatch):
     """The stores of one step.
 
     Attributes:
         keys: The blocks.
         transfer: Where they go.
         requests: The requests they were taken from; none when the free queue gave them.
-        reports_due: Ranks that have not reported yet.
-        failed: Whether a rank reported failure.
     """
 
-    keys: tuple[OffloadKey, ...]
-    transfer: TransferMeta
-    requests: Sequence[StoreRequestState]
-    reports_due: int
-    failed: bool = False
+    keys: tuple[OffloadKey, ...] = ()
+    transfer: TransferMeta = NO_TRANSFER
+    requests: Sequence[StoreRequestState] = ()

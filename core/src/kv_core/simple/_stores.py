@@ -141,7 +141,12 @@ class StoreBook:
             if len(keys) > before:
                 requests.append(state)
         transfer = TransferMeta(tuple(gpu_ids), tuple(cpu_ids))
-        return StoreBatch(tuple(keys), transfer, requests, self._config.world_size)
+        return StoreBatch(
+            keys=tuple(keys),
+            transfer=transfer,
+            requests=requests,
+            reports_due=self._config.world_size,
+        )
 
     def _take_of_request(
         self,
@@ -191,7 +196,7 @@ class StoreBook:
         """Take blocks from the head of the GPU's free queue that CPU memory does not have."""
         if self._has_failed_lately and not step.scheduled:
             # Trying again and again would keep an engine busy that has nothing to do.
-            return StoreBatch((), NO_TRANSFER, (), self._config.world_size)
+            return StoreBatch(reports_due=self._config.world_size)
         self._has_failed_lately = False
         self._queue.note_used(step.allocated_block_ids)
         # While they are being stored they cannot be handed out; the other half can.
@@ -205,7 +210,7 @@ class StoreBook:
         transfer = TransferMeta(
             tuple(block_id for block_id, _ in taken), tuple(self._cpu.reserve(keys))
         )
-        return StoreBatch(keys, transfer, (), self._config.world_size)
+        return StoreBatch(keys=keys, transfer=transfer, reports_due=self._config.world_size)
 
     # -- completions ----------------------------------------------------------------------------
 
@@ -218,9 +223,7 @@ class StoreBook:
         batch = self._batches.get(event)
         if batch is None:
             return False
-        batch.reports_due -= count
-        batch.failed |= failed
-        if batch.reports_due <= 0:
+        if batch.take_reports(count, failed=failed):
             del self._batches[event]
             self._complete(event, batch)
         return True
