@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import numpy as np
 
-from kv_conformance.harness import Fault, Subject
+from kv_conformance.harness import Fault, HarnessError, Subject
 from kv_conformance.rig._budget import Interrupted, OutOfTime
 from kv_conformance.rig._findings import Broken
 from kv_conformance.rig._memory import Difference
@@ -57,6 +58,9 @@ _JOB_IDS: Final = itertools.count(1)
 _REQUEST_IDS: Final = itertools.count(1)
 # To tell a result that went to the wrong instance from one of no job at all.
 _SUBMITTED: Final[set[JobId]] = set()
+
+# A storage below this has no room for what a test stores: nothing the tier can help.
+_LEAST_FREE_BYTES: Final = 64 << 20
 
 # Which clause forbids a method to raise.
 _MUST_NOT_RAISE: Final[Mapping[str, str]] = {
@@ -396,6 +400,12 @@ class Rig:
                 missing = [key for key in missing if key not in done]
             if not missing:
                 return
+        free_bytes = shutil.disk_usage(self.subject_type.workdir).free
+        if free_bytes < _LEAST_FREE_BYTES:
+            raise HarnessError(
+                f"the file system of {self.subject_type.workdir} is full ({free_bytes} bytes are "
+                "free): make room, or name another folder with --conformance-workdir"
+            )
         self.findings.fail(
             clause,
             f"{len(missing)} of {len(keys)} keys could not be stored in 20 attempts, "
