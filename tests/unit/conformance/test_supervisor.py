@@ -162,7 +162,7 @@ def test_a_process_without_resources_still_has_a_report(name: str, tmp_path: Pat
 
 def begun(tmp_path: Path) -> int | None:
     """Return how many tests have begun, once the journal is there."""
-    for journal in tmp_path.glob("work/kv-conformance-*/journal.jsonl"):
+    for journal in tmp_path.glob("notes/kv-conformance-*/journal.jsonl"):
         return journal.read_text().count('"begin"')
     return None
 
@@ -174,9 +174,11 @@ def test_an_interrupted_run_has_a_report_and_no_orphans(
 ) -> None:
     """Also when the signal reaches the supervisor alone, as from a service manager."""
     options = ("--conformance-workdir", "work")
+    (tmp_path / "notes").mkdir()
     process = subprocess.Popen(
         suite("disarms_the_alarm", "LIFE-1", *options),
         cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "notes")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -196,3 +198,4 @@ def test_an_interrupted_run_has_a_report_and_no_orphans(
     assert children
     assert not any(Path(f"/proc/{child}").exists() for child in children)
     assert not list((tmp_path / "work").iterdir())
+    assert not list((tmp_path / "notes").iterdir())
