@@ -26,7 +26,7 @@ __all__ = [
     "timed_out",
 ]
 
-_MOST_FRAMES: Final = 3
+_MOST_FRAMES: Final = 5
 
 _descriptors: dict[Path, int] = {}
 

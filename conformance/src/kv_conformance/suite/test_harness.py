@@ -76,7 +76,8 @@ def test_a_stall_of_the_storage_has_an_effect(rigs: Rigs) -> None:
     rig.inject(Fault.STALL)
     jobs = [rig.submit_store(rigs.keys(1)), rig.submit_load([key])]
     fresh, request, pause = rigs.key(), rig.new_request(), threading.Event()
-    end = time.monotonic() + rig.limits.job_deadline_s / 2
+    # Long enough for a tier whose storage answers; later than that, something hangs.
+    end = time.monotonic() + 0.1
     while time.monotonic() < end:
         answer = rig.ask(fresh, request)
         rig.step()
