@@ -47,7 +47,14 @@ _CONSTANTS: Final = (int, float, str, bytes, tuple, frozenset, enum.Enum)
 _CODE: Final = ".__code__"
 
 # Where the code of the suite may come from, besides Python's own library. Dataclasses write some.
-_MADE_WITH: Final = ("kv_conformance", "kv_core", "hypothesis", "pytest", "typing_extensions")
+_MADE_WITH: Final = (
+    "kv_conformance",
+    "kv_core",
+    "hypothesis",
+    "pydantic",
+    "pytest",
+    "typing_extensions",
+)
 _GENERATED: Final = ("<string>", "<frozen ")
 _LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
 
