@@ -52,6 +52,7 @@ _MADE_WITH: Final = (
     "kv_core",
     "hypothesis",
     "pydantic",
+    "_pytest",
     "pytest",
     "typing_extensions",
 )
