@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from importlib import resources
-from importlib.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -16,6 +16,12 @@ from kv_core import __version__
 from kv_core.contract import CONTRACT_VERSION
 from kv_core.errors import ConfigError
 from kv_core.plugins import TierRegistry
+
+if TYPE_CHECKING:
+    if sys.version_info >= (3, 11):
+        from importlib.resources.abc import Traversable
+    else:
+        from importlib.abc import Traversable
 
 __all__ = ["new_tier"]
 
