@@ -143,6 +143,11 @@ class _AnswersFromAnIndex(FolderTier):
         self._index.discard(key)
         super().retire(key)
 
+    @override
+    def delete(self, keys: Sequence[OffloadKey]) -> None:
+        super().delete(keys)
+        self._index.difference_update(keys)
+
 
 @extreme(
     does="Answers every lookup at once, from an index in memory, whatever the storage does.",

@@ -173,7 +173,7 @@ def test_blocks_in_use_are_never_evicted(rigs: Rigs) -> None:
     hot = rigs.keys(2)
     rig.stored(hot)
     # Between two loads of it, too few others come for a hot block to be the oldest.
-    others = max(1, _capacity(rig) // 4)
+    others = max(1, min(_CAPACITY, _capacity(rig)) // 4)
     for _ in range(6):
         load = [rig.submit_load([key]) for key in hot]
         stores = [rig.submit_store([key]) for key in rigs.keys(others)]
