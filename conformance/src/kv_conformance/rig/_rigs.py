@@ -15,10 +15,10 @@ from kv_conformance.rig._findings import Findings
 from kv_conformance.rig._memory import Region
 from kv_conformance.rig._peer import Peer, PeerOrder
 from kv_conformance.rig._rig import Rig
-from kv_core.contract import Namespace, make_offload_key, parse_tier_config
+from kv_core.contract import make_offload_key, parse_tier_config
 from kv_core.errors import KVCoreError
-from kv_core.keys import GroupGeometry
 from kv_core.plugins import open_tier
+from kv_core.tierkit.testing import example_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kv_conformance.harness import Harness
     from kv_conformance.rig._budget import Budget
     from kv_conformance.rig._findings import Violation
-    from kv_core.contract import OffloadKey, TierLimits, TierSpec
+    from kv_core.contract import Namespace, OffloadKey, TierLimits, TierSpec
 
 __all__ = ["CannotOpenError", "RecordedMetrics", "Rigs", "SubjectType", "namespace_of"]
 
@@ -90,20 +90,12 @@ class RecordedMetrics:
 
 def namespace_of(block_bytes: int, **changes: Any) -> Namespace:
     """Return a complete namespace, with the given fields changed."""
-    group = GroupGeometry(tokens_per_block=16, bytes_per_block=block_bytes, num_layers=1)
-    fields: dict[str, Any] = {
+    own = {
         "model": "conformance/model",
         "model_fingerprint": "c0ffee0123456789",
-        "revision": "main",
-        "dtype": "bfloat16",
         "kv_layout": "conformance",
-        "groups": (group,),
-        "block_bytes": block_bytes,
-        "tokens_per_hash": 16,
-        "hash_algorithm": "sha256",
-        "hash_seed": "0",
     }
-    return Namespace(**{**fields, **changes})
+    return example_namespace(block_bytes, **{**own, **changes})
 
 
 @final
