@@ -366,6 +366,14 @@ def test_a_bad_object_fails_its_own_job_only(rigs: Rigs) -> None:
         not failed,
         f"{len(failed)} of {len(others)} loads failed beside loads of two objects that are gone",
     )
+    # With nothing else in flight, the next job is the one after a failure.
+    rig.wait_all([rig.submit_load([keys[1]])])
+    after = rig.submit_load([others[0]])
+    rig.wait_all([after])
+    expect(
+        rig.results[after].success,
+        "the load after that of an object that is gone failed, though its own object is there",
+    )
     rig.stored(rigs.keys(4), clause="JOB-7")
     rig.expect_loads(others)
 
