@@ -1,6 +1,6 @@
 """The suite is tested here: which clause catches which mutant, worked out anew every time.
 
-    python -m kv_conformance.killmap [NAME ...] [--jobs 3] [--json FILE] [--quick]
+    python -m kv_conformance.killmap [NAME ...] [--jobs 3] [--json FILE] [--quick] [--honest N]
 
 runs the whole suite on every mutant, every legal extreme and every reference tier, each in a
 process and a folder of its own. It fails if a mutant survives or trips clauses that it does not
@@ -8,7 +8,8 @@ name, if an honest tier is not conformant, and if a clause has nobody who breaks
 A name is that of a mutant or an extreme, or the id of a clause for all of its mutants; with names,
 the checks of the table as a whole are left out. With ``--quick`` a mutant is
 asked for the clause that must catch it and no other: it finds survivors and false alarms, and not
-what mutants trip besides.
+what mutants trip besides. An honest tier runs the whole suite, which takes most of the time:
+``--honest 9 --seed TEXT`` draws nine of them, others for every seed.
 
 A mutant is not asked for clauses that cost processes (PERS, SHARE), unless it names one of them.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -46,6 +48,7 @@ __all__ = [
     "Subject",
     "SuiteRun",
     "clauses_of",
+    "draw_honest",
     "find_gaps",
     "find_problems",
     "main",
@@ -219,6 +222,19 @@ def select(names: Sequence[str]) -> list[Subject]:
     return chosen
 
 
+def draw_honest(subjects: Sequence[Subject], count: int, seed: str) -> list[Subject]:
+    """Return all mutants, and so many of the honest tiers, drawn by a seed.
+
+    Args:
+        subjects: What there is, in the order to keep.
+        count: Honest tiers to draw; all when there are no more.
+        seed: The same text draws the same tiers, in every process.
+    """
+    honest = [subject for subject in subjects if not isinstance(subject.part, Mutant)]
+    drawn = random.Random(seed).sample(honest, min(count, len(honest)))  # noqa: S311 - no secret
+    return [s for s in subjects if isinstance(s.part, Mutant) or s in drawn]
+
+
 def clauses_of(subject: Subject, *, quick: bool = False) -> list[str]:
     """Return the clauses that are run on a subject; none stands for all.
 
@@ -389,11 +405,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the map to a file, too")
     parser.add_argument("--limit", type=float, default=_LIMIT_S, metavar="SECONDS", help="per run")
     parser.add_argument("--quick", action="store_true", help="the mutants' own clauses only")
+    parser.add_argument("--honest", type=int, metavar="N", help="so many honest tiers, drawn")
+    parser.add_argument("--seed", default="", help="which honest tiers are drawn")
     options = parser.parse_args(arguments)
     try:
         subjects = select(options.names)
     except ValueError as error:
         parser.error(str(error))
+    if options.honest is not None:
+        if options.honest < 0:
+            parser.error(f"--honest must be 0 or more, found {options.honest}")
+        subjects = draw_honest(subjects, options.honest, options.seed)
     start = time.monotonic()
     results = _run_all(subjects, max(1, options.jobs), options.limit, options.quick)
     problems = [

@@ -17,6 +17,7 @@ from kv_conformance.killmap import (
     Subject,
     SuiteRun,
     clauses_of,
+    draw_honest,
     find_gaps,
     find_problems,
     main,
@@ -253,3 +254,31 @@ def test_an_unknown_name() -> None:
     with pytest.raises(SystemExit) as ended:
         main(["nobody"])
     assert ended.value.code == 2
+
+
+# -- drawing honest tiers --------------------------------------------------------------------------
+
+
+def test_a_draw_keeps_every_mutant() -> None:
+    """Only honest tiers are left out; the order stays."""
+    subjects = select([])
+    drawn = draw_honest(subjects, 3, "a")
+    assert [s for s in drawn if isinstance(s.part, Mutant)] == [
+        s for s in subjects if isinstance(s.part, Mutant)
+    ]
+    assert len(drawn) == len(MUTANTS) + 3
+    assert drawn == [subject for subject in subjects if subject in drawn]
+
+
+def test_a_draw_is_repeatable_and_depends_on_the_seed() -> None:
+    """The same seed draws the same tiers; ten seeds draw more than one set."""
+    subjects = select([])
+    draws = [tuple(s.name for s in draw_honest(subjects, 3, str(seed))) for seed in range(10)]
+    assert draws[4] == tuple(s.name for s in draw_honest(subjects, 3, "4"))
+    assert len(set(draws)) > 1
+
+
+def test_a_draw_of_more_than_there_are_takes_all() -> None:
+    """A large number means every honest tier."""
+    subjects = select([])
+    assert draw_honest(subjects, 1000, "a") == subjects
