@@ -164,6 +164,7 @@ def _run_child(
     arguments: Sequence[str], journal: Path, workdir: Path, time_scale: float
 ) -> _Ending:
     workdir.mkdir(parents=True)
+    notes = journal.with_name("hypothesis")
     overrides = [part for setting in INI_OVERRIDES for part in ("-o", setting)]
     optimized = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
     command = [sys.executable, *optimized, "-c", _START, *overrides, *arguments]
@@ -171,6 +172,8 @@ def _run_child(
         **os.environ,
         JOURNAL_VARIABLE: str(journal),
         WORKDIR_VARIABLE: str(workdir),
+        # Hypothesis would leave a folder where the user stands.
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(notes),
     }
     if sys.stdout is not None:
         sys.stdout.flush()
