@@ -24,7 +24,7 @@ _RETAINED_BLOCKS = 1 << 40
 
 
 def _make_tier(context: TierContext) -> SecondaryTierManager:
-    from kv_tier_fs._tier import FsTier
+    from kv_tier_fs.files._tier import FsTier
 
     return FsTier(context)
 

@@ -15,8 +15,8 @@ from kv_conformance.faults.fuse import FaultyFolder, require_fuse
 from kv_conformance.harness import BaseHarness, Corruption, Fault, HarnessError
 from kv_core.contract import make_offload_key
 from kv_tier_fs import kv_core_register_tier
-from kv_tier_fs._layout import FileLayout
-from kv_tier_fs._trailer import TRAILER_BYTES, key_in_trailer
+from kv_tier_fs.files._layout import FileLayout
+from kv_tier_fs.files._trailer import TRAILER_BYTES, key_in_trailer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -10,7 +10,7 @@ import xxhash
 from kv_core.contract import OffloadKey
 from kv_core.errors import BlockDamagedError
 from kv_core.tierkit.testing import block_bytes_of, example_key
-from kv_tier_fs._trailer import TRAILER_BYTES, TrailerFormat
+from kv_tier_fs.files._trailer import TRAILER_BYTES, TrailerFormat
 
 FINGERPRINT = "ab" * 32
 KEY = example_key(1)

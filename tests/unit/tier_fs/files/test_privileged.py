@@ -57,7 +57,7 @@ def as_nobody(program: str) -> str:
     prelude = f"""
 import os
 from pathlib import Path
-import kv_tier_fs._tier
+import kv_tier_fs.files._tier
 from kv_core.contract import parse_tier_config
 from kv_core.errors import TierOpenError
 from kv_core.tierkit.testing import TierDriver, example_key

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kv_core.contract import make_offload_key
 from kv_core.tierkit.testing import example_namespace
-from kv_tier_fs._layout import FileLayout
+from kv_tier_fs.files._layout import FileLayout
 
 if TYPE_CHECKING:
     from kv_core.contract import Namespace

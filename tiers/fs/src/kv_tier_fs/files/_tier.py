@@ -18,18 +18,18 @@ from typing_extensions import override
 
 from kv_core.errors import BlockDamagedError, BlockMissingError
 from kv_core.tierkit import ThreadedTier
-from kv_tier_fs._block_file import BlockFiles, identity_of
 from kv_tier_fs._folders import make_folders
 from kv_tier_fs._free_space import FreeSpace
-from kv_tier_fs._layout import FileLayout
-from kv_tier_fs._open import open_storage, probe_io
-from kv_tier_fs._trailer import TrailerFormat
+from kv_tier_fs.files._block_file import BlockFiles, identity_of
+from kv_tier_fs.files._layout import FileLayout
+from kv_tier_fs.files._open import open_storage, probe_io
+from kv_tier_fs.files._trailer import TrailerFormat
 
 if TYPE_CHECKING:
     from kv_core.contract import OffloadKey
-    from kv_tier_fs._block_file import FileIdentity
     from kv_tier_fs._config import FsConfig
-    from kv_tier_fs._writers import Writer
+    from kv_tier_fs.files._block_file import FileIdentity
+    from kv_tier_fs.files._writers import Writer
 
 __all__ = ["FsTier"]
 

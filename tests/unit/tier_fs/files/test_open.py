@@ -14,7 +14,7 @@ from kv_core.errors import ConfigError, TierOpenError
 from kv_core.keys import Namespace
 from kv_core.tierkit.testing import example_namespace
 from kv_tier_fs import FsConfig
-from kv_tier_fs import _open as opening
+from kv_tier_fs.files import _open as opening
 
 if TYPE_CHECKING:
     from collections.abc import Callable

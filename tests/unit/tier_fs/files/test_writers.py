@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_tier_fs._writers import Writer
+from kv_tier_fs.files._writers import Writer
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 
 from kv_core.errors import BlockDamagedError
 from kv_core.tierkit.testing import block_bytes_of, example_key
-from kv_tier_fs import _block_file
-from kv_tier_fs._block_file import BlockFiles
-from kv_tier_fs._trailer import TrailerFormat
+from kv_tier_fs.files import _block_file
+from kv_tier_fs.files._block_file import BlockFiles
+from kv_tier_fs.files._trailer import TrailerFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

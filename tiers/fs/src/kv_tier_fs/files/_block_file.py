@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_core.errors import BlockDamagedError
 from kv_tier_fs._folders import FILE_MODE
-from kv_tier_fs._trailer import TRAILER_BYTES
+from kv_tier_fs.files._trailer import TRAILER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from kv_core.contract import OffloadKey
-    from kv_tier_fs._trailer import TrailerFormat
+    from kv_tier_fs.files._trailer import TrailerFormat
 
 __all__ = ["BlockFile", "BlockFiles", "FileIdentity", "identity_of"]
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 from kv_core.contract import Namespace, make_offload_key
 from kv_core.errors import BlockDamagedError, NamespaceError, TierOpenError
 from kv_tier_fs._folders import FILE_MODE, make_folder, make_folders
-from kv_tier_fs._trailer import FORMAT_VERSION
-from kv_tier_fs._writers import Writer, reclaim_dead_writers
+from kv_tier_fs.files._trailer import FORMAT_VERSION
+from kv_tier_fs.files._writers import Writer, reclaim_dead_writers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kv_core.contract import PrimaryView
-    from kv_tier_fs._block_file import BlockFiles
-    from kv_tier_fs._layout import FileLayout
+    from kv_tier_fs.files._block_file import BlockFiles
+    from kv_tier_fs.files._layout import FileLayout
 
 __all__ = ["open_storage", "probe_io"]
 

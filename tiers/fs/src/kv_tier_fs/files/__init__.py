@@ -1,0 +1,1 @@
+"""Layout ``files``: one checksummed file a block, for file systems that like nothing better."""
