@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -376,6 +377,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [kept[place] for place in sorted(kept)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+    # Tests collect garbage to see what a tier leaves. What is there before any of them is not its
+    # doing, and there is a lot of it: pytest, Hypothesis and their objects.
+    gc.collect()
+    gc.freeze()
 
 
 def _case_of(item: pytest.Item) -> Case | None:
