@@ -11,6 +11,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
 PACKAGES := core conformance tiers/example tiers/fs
 PROJECT_FILES := pyproject.toml $(PACKAGES:%=%/pyproject.toml)
 
@@ -27,9 +28,10 @@ HOSTILE := --gpu-blocks 4096 --cpu-bytes 16MiB --tier hostile:max_blocks=200000,
 EXAMPLE := kv_tier_example._harness
 CONFORMANCE_MODES := $(EXAMPLE):async_mode
 LOADED_RUNS ?= 50
+LOADED_AT_A_TIME ?= 1
 
 .PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile \
-    region-kills conformance conformance-loaded conformance-pytests kill-map clean
+    region-kills conformance conformance-loaded conformance-pytests kill-map vllm-env vllm clean
 
 help:
 	@echo "venv          .venv with all packages, editable"
@@ -45,6 +47,8 @@ help:
 	@echo "conformance-loaded   again and again (LOADED_RUNS=50) on a busy machine: no false alarm"
 	@echo "conformance-pytests  from wheels, with the oldest and newest pytest and other plugins"
 	@echo "kill-map      the conformance suite on every mutant and legal extreme (KILL_MAP_ARGS=--quick)"
+	@echo "vllm-env      .venv-vllm, with vLLM's CPU build, for the tests marked vllm"
+	@echo "vllm          these tests alone"
 	@echo "region-kills  240 random kills of processes that share a region, and what they leave"
 	@echo "clean         remove all that was made"
 
@@ -115,7 +119,8 @@ conformance: test-tools
 	        --conformance-harness "$$mode"); done
 
 conformance-loaded: test-tools
-	.ci/conformance-loaded $(BIN)/python $(LOADED_RUNS)
+	.ci/conformance-loaded $(BIN)/python $(LOADED_RUNS) 6 kv_conformance.reference:FolderHarness \
+	    $(LOADED_AT_A_TIME)
 
 conformance-pytests: wheels
 	.ci/conformance-pytests $(BIN)/python
@@ -124,10 +129,17 @@ kill-map: test-tools
 	@mkdir -p build
 	$(BIN)/python -m kv_conformance.killmap --json build/kill-map.json $(KILL_MAP_ARGS)
 
+# Minutes the first time. The tests marked vllm run there, and are skipped without it.
+vllm-env:
+	.ci/vllm-env $(VLLM_VENV) $(PYTHON) $(PACKAGES)
+
+vllm: test-tools vllm-env
+	$(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)
+
 # The tests do a tenth of this.
 region-kills: venv
 	$(BIN)/python tests/integration/region_kills.py --rounds 240 --seed 1
 
 clean:
-	rm -rf .venv .venv-3.* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
+	rm -rf .venv .venv-3.* $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
 	find . -name __pycache__ -prune -exec rm -rf {} +
