@@ -1,0 +1,1 @@
+"""Layout ``segments``: whole jobs appended to large files, found through an index in memory."""
