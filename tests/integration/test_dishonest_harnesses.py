@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HARNESSES: Final = """
+from dataclasses import replace
+
 from kv_conformance.reference import DictHarness
+from kv_core.contract import Capability
 
 
 class NoFaults(DictHarness):
@@ -39,6 +42,14 @@ class MissesNothing(DictHarness):
             super().lose(subject, key)
         except KeyError:
             pass
+
+
+class DeclaresLess(DictHarness):
+    def __init__(self, workdir):
+        super().__init__(workdir)
+        whole = self.spec
+        less = replace(whole, capabilities=whole.capabilities - {Capability.DELETE})
+        self.spec = replace(less, refine=lambda config: whole)
 """
 
 LIES: Final = {
@@ -46,6 +57,7 @@ LIES: Final = {
     "LosesNothing": (("DATA-10",), "lose() did not remove the object"),
     "ListsNothing": (("DATA-10",), "it must list the objects"),
     "MissesNothing": (("DATA-10",), "must raise KeyError, and did not"),
+    "DeclaresLess": (("DATA-1",), "the harness must carry what TierSpec.refine returns"),
 }
 
 

@@ -138,6 +138,7 @@ def test_the_entry_point_and_the_type_have_one_name(site: FakeSite) -> None:
         ),
         ("factory=None", "a factory that cannot be called"),
         ("limits=3", "a limits that cannot be called"),
+        ("refine=frozenset()", "a refine that cannot be called"),
         ("contract='1.0'", "contract version '1.0'"),
         ("contract=(1, 0, 0)", "contract version (1, 0, 0)"),
         (

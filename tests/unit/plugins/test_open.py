@@ -39,7 +39,7 @@ from kv_core.errors import (
     UnknownTierError,
 )
 from kv_core.keys import GroupGeometry
-from kv_core.plugins import OpenTier, TierRegistry, open_tier
+from kv_core.plugins import OpenTier, TierRegistry, check_tier, open_tier
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -300,3 +300,85 @@ def test_limits_that_fail_or_are_none_are_broken() -> None:
         _open(depth=0)
     with pytest.raises(BrokenPluginError, match="expected a TierLimits"):
         _open(dataclasses.replace(_SPEC, limits=lambda _: None))  # type: ignore[arg-type,return-value]
+
+
+# -- a declaration that follows the settings ------------------------------------------------------
+
+_DEEP = frozenset({Capability.BOUNDED, Capability.USAGE})
+
+
+def _deep_is_bounded(config: _Config) -> TierSpec:
+    return _FLEXIBLE if config.depth == 1 else dataclasses.replace(_FLEXIBLE, capabilities=_DEEP)
+
+
+_FLEXIBLE = dataclasses.replace(
+    _SPEC, capabilities=frozenset({Capability.USAGE}), refine=_deep_is_bounded
+)
+
+
+@pytest.mark.parametrize(("depth", "declared"), [(1, {Capability.USAGE}), (2, _DEEP)])
+def test_settings_decide_what_a_tier_declares(depth: int, declared: set[Capability]) -> None:
+    """Whoever checks and whoever opens a tier gets the declaration that holds, and only that."""
+    checked = check_tier(_FLEXIBLE, name="disk", settings={"depth": depth})
+    opened = _open(_FLEXIBLE, depth=depth)
+    assert checked.spec.capabilities == opened.spec.capabilities == declared
+    assert checked.spec.refine is None
+
+
+def test_refined_limits_hold() -> None:
+    """The limits are those of the declaration that holds for the settings."""
+    limits = TierLimits(job_deadline_s=9.0, lookup_deadline_s=1.0, min_free_bytes=1)
+    refined = dataclasses.replace(_SPEC, limits=lambda _: limits)
+    assert _open(dataclasses.replace(_SPEC, refine=lambda _: refined)).limits is limits
+
+
+def test_demands_are_made_of_the_refined_declaration() -> None:
+    """A tier without a floor is opened with the settings that bound it, and no others."""
+    limits = TierLimits(job_deadline_s=1.0, lookup_deadline_s=1.0)
+    spec = dataclasses.replace(_FLEXIBLE, limits=lambda _: limits)
+    spec = dataclasses.replace(
+        spec,
+        refine=lambda config: dataclasses.replace(
+            spec, capabilities=_deep_is_bounded(config).capabilities
+        ),
+    )
+    assert _open(spec, depth=2).spec.capabilities == _DEEP
+    with pytest.raises(ConfigError, match="no limit of capacity"):
+        _open(spec, depth=1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"type": "other"},
+        {"contract": ContractVersion(1, 1)},
+        {"factory": lambda _: None},
+        {"config_model": TierConfig},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_refinement_keeps_what_settings_cannot_decide(change: dict[str, Any]) -> None:
+    """Another type, contract, factory or config model is refused by name."""
+    refined = dataclasses.replace(_SPEC, **change)
+    with pytest.raises(BrokenPluginError, match=f"changes {next(iter(change))} when it refines"):
+        _open(dataclasses.replace(_SPEC, refine=lambda _: refined))
+
+
+def test_a_refinement_that_fails_or_is_none_is_broken() -> None:
+    """Refining the declaration is the plugin's duty; secrets stay out of what is said of it."""
+
+    def fail(config: _Config) -> TierSpec:
+        raise RuntimeError(f"refused: {config.token.get_secret_value()}")
+
+    secret = "hunter2"[::-1]
+    with pytest.raises(BrokenPluginError, match="cannot say what holds for its settings") as caught:
+        _open(dataclasses.replace(_SPEC, refine=fail), token=secret)
+    assert secret not in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(BrokenPluginError, match="SystemExit"):
+        _open(dataclasses.replace(_SPEC, refine=lambda _: sys.exit(3)))
+    with pytest.raises(BrokenPluginError, match="expected a TierSpec"):
+        _open(dataclasses.replace(_SPEC, refine=lambda _: None))  # type: ignore[arg-type,return-value]
+    strange: Any = frozenset({"bounded"})
+    refined = dataclasses.replace(_SPEC, capabilities=strange)
+    with pytest.raises(BrokenPluginError, match=r"unknown capabilities.*for these settings"):
+        _open(dataclasses.replace(_SPEC, refine=lambda _: refined))

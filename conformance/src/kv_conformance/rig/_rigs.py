@@ -57,6 +57,19 @@ class SubjectType:
     workdir: Path
 
 
+def _other_declaration(tested: TierSpec, opened: TierSpec) -> HarnessError:
+    """Return the error for a harness that has a tier tested by what it does not declare."""
+    names = [
+        ", ".join(sorted(capability.name for capability in spec.capabilities)) or "nothing"
+        for spec in (tested, opened)
+    ]
+    return HarnessError(
+        f"the spec of the harness declares {names[0]}, but with the settings of the harness the "
+        f"tier declares {names[1]}: the harness must carry what TierSpec.refine returns for its "
+        "own settings"
+    )
+
+
 def _special(opening: Opening) -> str:
     """Return what is not as usual in an opening, for messages."""
     usual = Opening(storage=opening.storage, block_bytes=4096)
@@ -232,6 +245,8 @@ class Rigs:
                 f"{error}"
             ) from error
         self.has_opened = True
+        if usual and opened.spec.capabilities != self.spec.capabilities:
+            raise _other_declaration(self.spec, opened.spec)
         rig = Rig(
             subject_type=self.subject_type,
             tier=opened.manager,

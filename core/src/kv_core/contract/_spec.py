@@ -169,8 +169,14 @@ class TierSpec:
         factory: Makes the tier. Import heavy libraries inside, so that asking for the spec
             stays cheap.
         config_model: The settings of the tier.
-        capabilities: What the tier promises beyond the core clauses.
+        capabilities: What the tier promises beyond the core clauses; of a tier with ``refine``,
+            what it promises with its default settings.
         limits: Computes the limits from the validated settings.
+        refine: Returns the declaration that holds for given validated settings, for a tier whose
+            capabilities depend on them: ``dataclasses.replace(spec, capabilities=...)``. The
+            engine asks once, before it opens the tier, and from then on knows nothing else. The
+            type, contract, factory and config model stay as they are. ``None``: the declaration
+            holds whatever is set.
     """
 
     type: str
@@ -180,3 +186,4 @@ class TierSpec:
     config_model: builtins.type[TierConfig]
     limits: Callable[[Any], TierLimits]
     capabilities: frozenset[Capability] = frozenset()
+    refine: Callable[[Any], TierSpec] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_core import to_jsonable_python
@@ -12,6 +12,7 @@ from kv_core.contract import TierConfig, TierLimits, TierSpec, parse_tier_config
 from kv_core.errors import BrokenPluginError, KVCoreError
 from kv_core.plugins._contract_version import check_contract_version
 from kv_core.plugins._foreign import describe_foreign, show_foreign
+from kv_core.plugins._loader import find_problem
 from kv_core.plugins._registry import TierRegistry
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class CheckedTier:
 
     Attributes:
         name: Unique name of the instance.
-        spec: What its type declares.
+        spec: What its type declares for these settings.
         origin: Name and version of the package it comes from.
         config: Its validated settings.
         limits: The limits that follow from them.
@@ -62,7 +63,10 @@ def check_tier(
     settings: Mapping[str, Any],
     registry: TierRegistry | None = None,
 ) -> CheckedTier:
-    """Validate a tier's settings and compute its limits. Imports its package, opens nothing.
+    """Validate a tier's settings; compute what it declares for them, and its limits.
+
+    Imports the tier's package and opens nothing. This is the one place where a declaration is
+    refined: whoever has a :class:`CheckedTier` has the declaration that holds.
 
     Args:
         tier: The tier's type, to be found among the installed ones, or its spec.
@@ -85,6 +89,7 @@ def check_tier(
         spec, origin = tier, "this program"
         check_contract_version(spec, None)
     config = _parse(spec, origin, name, settings)
+    spec = _refine(spec, origin, config)
     return CheckedTier(name, spec, origin, config, _limits(spec, origin, config))
 
 
@@ -98,6 +103,43 @@ def _parse(spec: TierSpec, origin: str, name: str, settings: Mapping[str, Any]) 
         raise broken_tier(
             spec, origin, f"fails while it validates its settings ({type(error).__name__})"
         ) from None
+
+
+# What is known before there are settings cannot follow from them.
+_FIXED: Final = ("type", "contract", "factory", "config_model")
+
+
+def _refine(spec: TierSpec, origin: str, config: TierConfig) -> TierSpec:
+    """Return the declaration that holds for these settings; it has no ``refine`` any more."""
+    if spec.refine is None:
+        return spec
+    try:
+        refined: object = spec.refine(config)
+    except (KVCoreError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001 - an exit, too, ends this plugin only
+        raise broken_tier(
+            spec,
+            origin,
+            f"cannot say what holds for its settings ({describe_error(error, config)})",
+        ) from harmless_cause(error, config)
+    if not isinstance(refined, TierSpec):
+        raise broken_tier(
+            spec, origin, f"refines its declaration to {show_foreign(refined)}, expected a TierSpec"
+        )
+    changed = [name for name in _FIXED if getattr(refined, name) != getattr(spec, name)]
+    if changed:
+        raise broken_tier(
+            spec,
+            origin,
+            f"changes {', '.join(changed)} when it refines its declaration. Settings may decide "
+            "about the capabilities, the limits and the summary only: return "
+            "dataclasses.replace(spec, capabilities=...)",
+        )
+    problem = find_problem(refined)
+    if problem is not None:
+        raise broken_tier(spec, origin, f"{problem}, for these settings")
+    return replace(refined, refine=None)
 
 
 def _limits(spec: TierSpec, origin: str, config: TierConfig) -> TierLimits:

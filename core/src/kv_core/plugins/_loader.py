@@ -20,7 +20,7 @@ from kv_core.plugins._settings import RESERVED_KEYS
 if TYPE_CHECKING:
     from kv_core.plugins._installed import InstalledTier
 
-__all__ = ["Hooks", "load_plugin", "register_tier"]
+__all__ = ["Hooks", "find_problem", "load_plugin", "register_tier"]
 
 Hooks: TypeAlias = pluggy.HookRelay
 """The hooks of one plugin. A relay of its own keeps each plugin's failures to itself."""
@@ -138,18 +138,26 @@ def _check_declarations(spec: TierSpec, installed: InstalledTier) -> None:
             f"has a setting named {', '.join(map(repr, reserved))}; these names belong to the "
             "engine and never reach a tier",
         )
+    problem = find_problem(spec)
+    if problem is not None:
+        raise _broken(installed, problem)
+
+
+def find_problem(spec: TierSpec) -> str | None:
+    """Say what a declaration has that cannot be, where any settings could have led to it."""
     capabilities: Any = spec.capabilities
     if not isinstance(capabilities, AbstractSet):
-        raise _broken(
-            installed,
-            f"declares the capabilities {show_foreign(capabilities)}, expected a frozenset",
-        )
+        return f"declares the capabilities {show_foreign(capabilities)}, expected a frozenset"
     unknown = [item for item in capabilities if not isinstance(item, Capability)]
     if unknown:
-        raise _broken(installed, f"declares unknown capabilities: {show_foreign(unknown)}")
+        return f"declares unknown capabilities: {show_foreign(unknown)}"
     for name in ("factory", "limits"):
         if not callable(getattr(spec, name)):
-            raise _broken(installed, f"declares a {name} that cannot be called")
+            return f"declares a {name} that cannot be called"
+    refine: Any = spec.refine
+    if refine is not None and not callable(refine):
+        return "declares a refine that cannot be called"
+    return None
 
 
 def _describe(error: BaseException) -> str:

@@ -39,7 +39,7 @@ class OpenTier:
 
     Attributes:
         name: Unique name of the instance.
-        spec: What its type declares.
+        spec: What its type declares for its settings.
         limits: The limits that follow from its settings.
         manager: The tier. Whoever opened it shuts it down.
     """
