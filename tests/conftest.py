@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -11,6 +13,22 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from _pytest.reports import TestReport
+
+
+_ROOT: Final = Path(__file__).parents[1]
+
+# They import vLLM; tests/integration/vllm/test_vllm_env.py runs them where there is one.
+collect_ignore = [] if find_spec("vllm") else ["vllm_env"]
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """Return the Python of the environment that ``make vllm-env`` builds."""
+    named = os.environ.get("KV_CORE_VLLM_PYTHON")
+    python = Path(named) if named else _ROOT / ".venv-vllm" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{python} is not there: run 'make vllm-env', or set KV_CORE_VLLM_PYTHON")
+    return python
 
 
 def _in_ci() -> bool:

@@ -1,0 +1,131 @@
+"""All that kv-core knows of vLLM's versions: where things are, and what they are called there.
+
+No other module of kv-core imports vLLM's offloading, asks for its version, or tries one name after
+another. Importing this module imports vLLM.
+
+Differences between the versions it covers:
+
+* 0.30 renamed ``TransferJob.block_ids`` to ``chunk_ids`` and ``OffloadPolicy.BLOCK_LEVEL`` to
+  ``CHUNK_LEVEL``.
+* 0.31 began to pass ``backpressure_detector`` to tiers, and takes ``JobResult.transfer_bytes``.
+* 0.32 has ``CacheHitSource``: where a hit came from.
+* 0.33 passes ``expedited`` to ``submit_load`` of a worker, and calls managers with a lock held.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import vllm
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    TransferResult,
+)
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = [
+    "TESTED_VERSIONS",
+    "GPULoadStoreSpec",
+    "JobResult",
+    "Locality",
+    "LookupResult",
+    "Medium",
+    "OffloadPolicy",
+    "OffloadingCounterMetadata",
+    "OffloadingEvent",
+    "OffloadingGaugeMetadata",
+    "OffloadingHistogramMetadata",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "OffloadingSpecFactory",
+    "OffloadingWorker",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "RequestOffloadingContext",
+    "ScheduleEndContext",
+    "SecondaryTierFactory",
+    "SecondaryTierManager",
+    "TransferJob",
+    "TransferResult",
+    "block_level_policy",
+    "job_slots",
+    "registered_specs",
+    "registered_tiers",
+    "vllm_version",
+    "warn_if_untested",
+]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+TESTED_VERSIONS: Final = ("0.29", "0.30", "0.31", "0.32", "0.33")
+"""Minor versions of vLLM that the tests have seen."""
+
+_warned = False
+
+
+def vllm_version() -> str:
+    """Return the version of the vLLM that is installed."""
+    return str(vllm.__version__)
+
+
+def warn_if_untested() -> None:
+    """Log once in a process that this version of vLLM is none of the tested ones."""
+    global _warned  # noqa: PLW0603 - once for the process, as vLLM's plugins are
+    version = vllm_version()
+    if _warned or version.startswith(tuple(f"{tested}." for tested in TESTED_VERSIONS)):
+        return
+    _warned = True
+    _LOGGER.warning(
+        "kv-core was tested with vLLM %s to %s, found %s. Should it fail to start, install a "
+        "tested version or a newer kv-core",
+        TESTED_VERSIONS[0],
+        TESTED_VERSIONS[-1],
+        version,
+    )
+
+
+def registered_specs() -> Collection[str]:
+    """Return the names of the specs that vLLM knows."""
+    names: Collection[str] = OffloadingSpecFactory._registry.keys()
+    return names
+
+
+def registered_tiers() -> Collection[str]:
+    """Return the tier types that vLLM knows."""
+    names: Collection[str] = SecondaryTierFactory._registry.keys()
+    return names
+
+
+def job_slots(job: Any) -> npt.NDArray[np.int32]:
+    """Return the slots of a ``TransferJob``, in the order of its keys."""
+    slots: npt.NDArray[np.int32] = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    return slots
+
+
+def block_level_policy() -> Any:
+    """Return the policy of a request of which only new blocks are offered."""
+    return getattr(OffloadPolicy, "CHUNK_LEVEL", None) or OffloadPolicy.BLOCK_LEVEL

@@ -1,0 +1,40 @@
+"""The general plugin, as a real vLLM loads it."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.plugins import load_plugins_by_group
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from kv_core.vllm import register
+
+
+@pytest.fixture(autouse=True)
+def _loaded() -> None:
+    for plugin in load_plugins_by_group("vllm.general_plugins").values():
+        plugin()
+
+
+def test_vllm_finds_the_plugin() -> None:
+    """An installed kv-core is found by vLLM without any configuration."""
+    assert load_plugins_by_group("vllm.general_plugins")["kv_core"] is register
+
+
+def test_the_spec_has_a_name() -> None:
+    """The engine mode needs no module path."""
+    assert "KVCoreOffloadingSpec" in OffloadingSpecFactory._registry
+
+
+@pytest.mark.parametrize("tier_type", ["fs", "example"])
+def test_a_type_of_vllm_stays_its_own(tier_type: str) -> None:
+    """Tiers of vLLM keep their names; ours have the prefix."""
+    assert SecondaryTierFactory.get_tier_class({"type": tier_type}).__module__.startswith("vllm.")
+    assert f"kv:{tier_type}" in SecondaryTierFactory._registry
+
+
+def test_loading_again_changes_nothing() -> None:
+    """Plugins may be loaded more than once."""
+    before = dict(SecondaryTierFactory._registry), dict(OffloadingSpecFactory._registry)
+    register()
+    assert before == (SecondaryTierFactory._registry, OffloadingSpecFactory._registry)
