@@ -48,7 +48,7 @@ class DeclaresLess(DictHarness):
     def __init__(self, workdir):
         super().__init__(workdir)
         whole = self.spec
-        less = replace(whole, capabilities=whole.capabilities - {Capability.DELETE})
+        less = replace(whole, capabilities=whole.capabilities - {Capability.WITHDRAWS_IO})
         self.spec = replace(less, refine=lambda config: whole)
 """
 
