@@ -1,12 +1,14 @@
 """The convenience layer: a conforming tier made of three short functions.
 
 Derive from :class:`ThreadedTier` for a blocking client or from :class:`AsyncioTier` for
-coroutines, and write ``exists``, ``read_block`` and ``write_block``. :class:`AsyncLookup` and
+coroutines, and write ``exists``, ``read_block`` and ``write_block``. :class:`BatchTier` is for a
+storage with an index in memory that moves many blocks in one call. :class:`AsyncLookup` and
 :class:`LoadFirstPool` are the parts of the kit that a tier written directly on the contract may
 want as well.
 """
 
 from kv_core.tierkit._asyncio import AsyncioTier
+from kv_core.tierkit._batch import BatchOutcome, BatchTier
 from kv_core.tierkit._config import TierKitConfig
 from kv_core.tierkit._errors import BlockFailure
 from kv_core.tierkit._lookup import AsyncLookup, HitClaim, Prober, Question
@@ -16,6 +18,8 @@ from kv_core.tierkit._threaded import ThreadedTier
 __all__ = [
     "AsyncLookup",
     "AsyncioTier",
+    "BatchOutcome",
+    "BatchTier",
     "BlockFailure",
     "HitClaim",
     "LoadFirstPool",

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from kv_core.contract import OffloadKey, PrimaryView
+    from kv_core.tierkit._base import Lookups
     from kv_core.tierkit._jobs import Chunk, Executor, Job
-    from kv_core.tierkit._lookup import Prober, Question
+    from kv_core.tierkit._lookup import Question
 
 __all__ = ["AsyncioTier"]
 
@@ -102,7 +103,7 @@ class AsyncioTier(KitTier):
     # -- life -----------------------------------------------------------------------------------
 
     @override
-    def _open(self) -> tuple[Executor, Prober]:
+    def _open(self) -> tuple[Executor, Lookups]:
         self._locks = _KeyLocks()
         self._thread = LoopThread(f"kv-{self.context.tier_name}-loop")
         self._thread.start()
@@ -124,7 +125,8 @@ class AsyncioTier(KitTier):
             slots=self.config.io_threads,
             withdraws_io=self.withdraws_io,
         )
-        return executor, self._prober
+        self._answers = self._async_lookup(self._prober)
+        return executor, self._answers
 
     @override
     def _stop(self, timeout_s: float) -> bool:
@@ -164,7 +166,7 @@ class AsyncioTier(KitTier):
         except BaseException as error:  # noqa: BLE001 - the whole batch was not answered
             answers = [without_frames(error)] * len(questions)
         for question, answer in zip(questions, answers, strict=True):
-            self._lookups.answer(question, answer)
+            self._answers.answer(question, answer)
 
     @override
     async def _run_chunk(self, chunk: Chunk) -> None:

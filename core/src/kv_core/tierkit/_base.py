@@ -13,7 +13,7 @@ import logging
 import os
 from abc import abstractmethod
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from typing_extensions import override
 
@@ -30,7 +30,7 @@ from kv_core.tierkit._jobs import JobLedger
 from kv_core.tierkit._lookup import AsyncLookup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
     from kv_core.contract import (
         JobId,
@@ -42,10 +42,11 @@ if TYPE_CHECKING:
         ScheduleEndContext,
         TierContext,
     )
+    from kv_core.tierkit._errors import BlockFailure
     from kv_core.tierkit._jobs import Chunk, Executor, Job
-    from kv_core.tierkit._lookup import Prober
+    from kv_core.tierkit._lookup import HitClaim, Prober
 
-__all__ = ["KitTier"]
+__all__ = ["KitTier", "Lookups"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,55 @@ _PATIENCE: Final = 0.9
 _CLOSED: Final = "the tier has been shut down"
 
 
+class Lookups(Protocol):
+    """What answers the lookups of a tier and hears of its jobs. Calling thread only."""
+
+    def request_started(self, req_id: str) -> None:
+        """Note a request."""
+
+    def request_finished(self, req_id: str) -> None:
+        """Forget a request."""
+
+    def ask(self, key: OffloadKey, req_id: str) -> LookupAnswer:
+        """Answer one lookup."""
+
+    def ask_many(self, keys: Sequence[OffloadKey], req_id: str) -> list[LookupAnswer]:
+        """Answer several lookups, in order."""
+
+    def end_step(self) -> None:
+        """Note the end of a step."""
+
+    def has_open_questions(self) -> bool:
+        """Say whether further steps are needed to resolve what was asked."""
+
+    def removed(self, key: OffloadKey, ticket: int) -> None:
+        """Hear that a block left the tier. Thread-safe."""
+
+    def read_news(self) -> None:
+        """Apply what other threads have handed in so far."""
+
+    def store_submitted(self, keys: Sequence[OffloadKey]) -> None:
+        """Hear of a store before its transfer can begin."""
+
+    def store_finished(
+        self, keys: Sequence[OffloadKey], failed: Container[int], tickets: Sequence[int]
+    ) -> None:
+        """Hear of the outcome of a store."""
+
+    def load_submitted(self, keys: Sequence[OffloadKey], req_id: str) -> HitClaim:
+        """Hear of a load before its transfer can begin."""
+
+    def load_finished(
+        self, keys: Sequence[OffloadKey], failures: Mapping[int, BlockFailure], claim: HitClaim
+    ) -> None:
+        """Hear of the outcome of a load."""
+
+    def stats(self) -> dict[str, float]:
+        """Return the shared lookup measurements."""
+
+
 class KitTier(SecondaryTierManager):
-    """What :class:`ThreadedTier` and :class:`AsyncioTier` have in common. Not for subclassing.
+    """What all kinds of tier have in common. Not for subclassing.
 
     Attributes:
         context: What the tier was given.
@@ -96,7 +144,7 @@ class KitTier(SecondaryTierManager):
         self._target = context.primary
         self._source = context.primary.as_readonly()
         try:
-            self._executor, prober = self._open()
+            self._executor, self._lookups = self._open()
         except BaseException as error:
             self._source.release()
             if isinstance(error, KVCoreError) or not isinstance(error, Exception):
@@ -104,27 +152,18 @@ class KitTier(SecondaryTierManager):
             raise TierOpenError(
                 f"tier {context.tier_name!r} cannot be opened: {self._describe(error)}"
             ) from error
-        self._lookups = AsyncLookup(
-            prober,
-            clock=self._clock,
-            lookup_deadline_s=self.config.lookup_deadline_s,
-            error_backoff_s=self.config.error_backoff_s,
-            probe_now=self._probe_now(),
-            describe=self._describe,
-            tier_name=context.tier_name,
-        )
         self._ledger = JobLedger(
             self._executor,
             self._run_chunk,
             clock=self._clock,
             job_deadline_s=self.config.job_deadline_s,
-            max_chunks=self.config.io_threads,
+            split=self._split,
         )
 
-    # -- what the two kinds of tier fill in -----------------------------------------------------
+    # -- what the kinds of tier fill in -----------------------------------------------------
 
     @abstractmethod
-    def _open(self) -> tuple[Executor, Prober]:
+    def _open(self) -> tuple[Executor, Lookups]:
         """Open the storage, then start threads. Leave nothing behind when that fails."""
 
     @abstractmethod
@@ -135,13 +174,30 @@ class KitTier(SecondaryTierManager):
     def _stop(self, timeout_s: float) -> bool:
         """Join all threads and close the storage. ``False``: a thread is stuck in I/O."""
 
-    def _probe_now(self) -> Callable[[OffloadKey], bool] | None:
-        return None
+    def _split(self, num_blocks: int) -> int:
+        """Return the number of chunks for a job that is not empty."""
+        return min(num_blocks, self.config.io_threads)
 
-    # -- for the two kinds of tier, on their threads --------------------------------------------
+    def _prepare(self, job: Job) -> None:
+        """Note a job before it is launched. What this raises fails the job."""
+
+    # -- for the kinds of tier, on their threads --------------------------------------------
 
     def _finish_chunk(self, chunk: Chunk) -> None:
         self._ledger.finish(chunk)
+
+    def _async_lookup(
+        self, prober: Prober, *, probe_now: Callable[[OffloadKey], bool] | None = None
+    ) -> AsyncLookup:
+        return AsyncLookup(
+            prober,
+            clock=self._clock,
+            lookup_deadline_s=self.config.lookup_deadline_s,
+            error_backoff_s=self.config.error_backoff_s,
+            probe_now=probe_now,
+            describe=self._describe,
+            tier_name=self.context.tier_name,
+        )
 
     def _give_back(self, view: memoryview | None, hook: str) -> None:
         try:
@@ -233,6 +289,8 @@ class KitTier(SecondaryTierManager):
         if self._closed:
             self._ledger.refuse(entry, _CLOSED)
             return
+        if not self._is_prepared(entry):
+            return
         entry.tracked = True
         self._lookups.store_submitted(job.keys)
         self._ledger.launch(entry)
@@ -244,8 +302,18 @@ class KitTier(SecondaryTierManager):
         if self._closed:
             self._ledger.refuse(entry, _CLOSED)
             return
+        if not self._is_prepared(entry):
+            return
         entry.claim = self._lookups.load_submitted(job.keys, job.req_context.req_id)
         self._ledger.launch(entry)
+
+    def _is_prepared(self, entry: Job) -> bool:
+        try:
+            self._prepare(entry)
+        except Exception as error:  # noqa: BLE001 - whatever the tier raises fails the job (JOB-2)
+            self._ledger.refuse(entry, self._describe(error))
+            return False
+        return True
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from kv_core.contract import JobError, JobErrorKind, JobResult
 from kv_core.tierkit._errors import SERIOUSNESS, BlockFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from kv_core.contract import Clock, JobId, JobMetadata
     from kv_core.tierkit._lookup import HitClaim
@@ -98,6 +98,13 @@ class Chunk:
         self._fail(range(self.reached, self.stop), failure)
         self.reached = self.stop
 
+    def record_all(self, moved_bytes: int, failures: Mapping[int, BlockFailure]) -> None:
+        """Note the outcomes of all blocks at once: the failures by index in the job."""
+        if failures:
+            self.failures = {**(self.failures or {}), **failures}
+        self.moved_bytes += moved_bytes
+        self.reached = self.stop
+
     def _fail(self, indices: range, failure: BlockFailure) -> None:
         if self.failures is None:
             self.failures = {}
@@ -119,6 +126,8 @@ class Job:
         withdrawn: Set when no further block may be begun.
         overdue: Set when the deadline passed before the end.
         stalled: Set when the job has been counted as stalled.
+        plan: What the tier has noted of the job when it was submitted.
+        planned: Whether it has.
         open_chunks: Chunks that have not been reported.
         failures: Failed blocks, by index.
         moved_bytes: Bytes moved.
@@ -137,6 +146,8 @@ class Job:
         "moved_bytes",
         "open_chunks",
         "overdue",
+        "plan",
+        "planned",
         "stalled",
         "started",
         "tickets",
@@ -155,6 +166,8 @@ class Job:
         self.withdrawn = False
         self.overdue = False
         self.stalled = False
+        self.plan: Any = None
+        self.planned = False
         self.open_chunks = 0
         self.failures: dict[int, BlockFailure] = {}
         self.moved_bytes = 0
@@ -206,7 +219,7 @@ class JobLedger:
         run: Runs one chunk; what it returns is for the executor.
         clock: Monotonic seconds.
         job_deadline_s: Deadline of every job.
-        max_chunks: Most chunks of a job.
+        split: Returns the number of chunks for a number of blocks, at most that number.
     """
 
     def __init__(
@@ -216,13 +229,13 @@ class JobLedger:
         *,
         clock: Clock,
         job_deadline_s: float,
-        max_chunks: int,
+        split: Callable[[int], int],
     ) -> None:
         self._executor = executor
         self._run = run
         self._clock = clock
         self._job_deadline_s = job_deadline_s
-        self._max_chunks = max_chunks
+        self._split = split
         self._jobs: dict[JobId, Job] = {}
         self._next_deadline = _NEVER
         self._stalled_jobs = 0
@@ -245,7 +258,7 @@ class JobLedger:
         """Enter a job and split it. :meth:`launch` begins it."""
         job = Job(metadata, self._clock() + self._job_deadline_s)
         count = len(metadata.keys)
-        pieces = min(count, self._max_chunks)
+        pieces = self._split(count) if count else 0
         if pieces:
             step, extra = divmod(count, pieces)
             start = 0

@@ -27,7 +27,18 @@ if TYPE_CHECKING:
     from kv_core.contract import Clock, LookupAnswer, OffloadKey
     from kv_core.tierkit._errors import BlockFailure
 
-__all__ = ["AsyncLookup", "HitClaim", "Prober", "Question"]
+__all__ = [
+    "ERROR",
+    "HIT",
+    "MISS",
+    "OPEN",
+    "AsyncLookup",
+    "HitClaim",
+    "LookupRequest",
+    "Prober",
+    "Question",
+    "Verdict",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +78,11 @@ class Prober(Protocol):
 
 # What one (request, key) came to, and where its one count is. Plain numbers: members of an enum
 # cost the engine's thread a third of every lookup.
-_Verdict: TypeAlias = int
-_OPEN: Final = 0
-_HIT: Final = 1
-_MISS: Final = 2
-_ERROR: Final = 3
+Verdict: TypeAlias = int
+OPEN: Final = 0
+HIT: Final = 1
+MISS: Final = 2
+ERROR: Final = 3
 
 
 class _Entry:
@@ -108,7 +119,7 @@ class _Entry:
         self.requests = 0
 
 
-class _Request:
+class LookupRequest:
     """One live request.
 
     Attributes:
@@ -121,7 +132,7 @@ class _Request:
 
     def __init__(self, sequence: int) -> None:
         self.sequence = sequence
-        self.verdicts: dict[OffloadKey, _Verdict] = {}
+        self.verdicts: dict[OffloadKey, Verdict] = {}
         self.waiting: dict[OffloadKey, float] = {}
 
 
@@ -135,7 +146,7 @@ class HitClaim:
 
     __slots__ = ("request",)
 
-    def __init__(self, request: _Request | None) -> None:
+    def __init__(self, request: LookupRequest | None) -> None:
         self.request = request
 
 
@@ -175,7 +186,7 @@ class AsyncLookup:
         self._error_backoff_s = error_backoff_s
         self._probe_now = probe_now
         self._describe = describe
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, LookupRequest] = {}
         self._entries: dict[OffloadKey, _Entry] = {}
         # Per key that is moving: twice the stores in flight, plus one if the key was not known
         # to be present before; and the loads in flight. Numbers, for the price of an object.
@@ -220,9 +231,9 @@ class AsyncLookup:
                 del self._entries[key]
         self._purge_failures()
 
-    def _start(self, req_id: str) -> _Request:
+    def _start(self, req_id: str) -> LookupRequest:
         self._sequence += 1
-        request = self._requests[req_id] = _Request(self._sequence)
+        request = self._requests[req_id] = LookupRequest(self._sequence)
         return request
 
     # -- questions ------------------------------------------------------------------------------
@@ -251,62 +262,62 @@ class AsyncLookup:
                 answers.append(self._ask(key, request, now))
         return answers
 
-    def _ask(self, key: OffloadKey, request: _Request, now: float) -> LookupAnswer:
+    def _ask(self, key: OffloadKey, request: LookupRequest, now: float) -> LookupAnswer:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry()
         counted = request.verdicts.get(key)
         if counted is None:
             entry.requests += 1
-            counted = request.verdicts[key] = _OPEN
+            counted = request.verdicts[key] = OPEN
         verdict = self._judge(key, entry, request, now)
-        if verdict == _OPEN:
+        if verdict == OPEN:
             if now - request.waiting.setdefault(key, now) < self._lookup_deadline_s:
                 return UNKNOWN
             self._give_up(key, entry, now)
-            verdict = _ERROR
+            verdict = ERROR
         if request.waiting:
             request.waiting.pop(key, None)
-        if counted == _OPEN:
+        if counted == OPEN:
             request.verdicts[key] = verdict
             self._counts[verdict] += 1
-        return PRESENT if verdict == _HIT else ABSENT
+        return PRESENT if verdict == HIT else ABSENT
 
-    def _judge(self, key: OffloadKey, entry: _Entry, request: _Request, now: float) -> _Verdict:
+    def _judge(self, key: OffloadKey, entry: _Entry, request: LookupRequest, now: float) -> Verdict:
         if self._failed:
             failure = self._failed.get(key)
             if failure is not None and (request.sequence <= failure[0] or now < failure[1]):
-                return _ERROR
+                return ERROR
         if self._lost and key in self._lost:
-            return _MISS
+            return MISS
         if now < entry.retry_at:
-            return _ERROR
+            return ERROR
         if self._storing and self._storing.get(key, 0) & 1:
             # The object may appear before its store is reported: no probe, no answer yet.
-            return _OPEN
+            return OPEN
         if self._probe_now is not None:
             return self._judge_now(key, entry, now)
         if entry.present:
-            return _HIT
+            return HIT
         if entry.present is False and request.sequence <= entry.through:
-            return _MISS
+            return MISS
         if not entry.probing:
             self._generation += 1
             entry.generation = self._generation
             entry.probing = True
             self._open += 1
             self._batch[key] = entry
-        return _OPEN
+        return OPEN
 
-    def _judge_now(self, key: OffloadKey, entry: _Entry, now: float) -> _Verdict:
+    def _judge_now(self, key: OffloadKey, entry: _Entry, now: float) -> Verdict:
         if self._probe_now is None:
             raise AssertionError("only called with a probe")
         try:
             entry.present = _definite(self._probe_now(key))
         except Exception as error:  # noqa: BLE001 - whatever the tier raises is an error, no miss
             self._note_error(entry, error, now)
-            return _ERROR
-        return _HIT if entry.present else _MISS
+            return ERROR
+        return HIT if entry.present else MISS
 
     def end_step(self) -> None:
         """Post the questions of the step, and give up those that are overdue."""
@@ -510,10 +521,10 @@ class AsyncLookup:
     def _revoke_hit(self, key: OffloadKey, claim: HitClaim) -> None:
         """Move the hit of a key that failed to load to the misses, wherever its request is."""
         request = claim.request
-        if request is not None and request.verdicts.get(key) == _HIT:
-            request.verdicts[key] = _MISS
-            self._counts[_HIT] -= 1
-            self._counts[_MISS] += 1
+        if request is not None and request.verdicts.get(key) == HIT:
+            request.verdicts[key] = MISS
+            self._counts[HIT] -= 1
+            self._counts[MISS] += 1
 
     def _remember_lost(self, key: OffloadKey) -> None:
         self._lost[key] = None
@@ -534,9 +545,9 @@ class AsyncLookup:
 
     def stats(self) -> dict[str, float]:
         """Return the shared lookup measurements."""
-        hits = self._counts[_HIT]
-        misses = self._counts[_MISS]
-        errors = self._counts[_ERROR]
+        hits = self._counts[HIT]
+        misses = self._counts[MISS]
+        errors = self._counts[ERROR]
         return {
             "lookup_queries": float(hits + misses + errors),
             "lookup_hits": float(hits),

@@ -3,23 +3,17 @@
 **Who owns what.** The hooks ``exists``, ``read_block``, ``write_block`` and ``retire`` run on
 pool threads, several at a time. A pool thread owns the chunk it runs. The lock of
 a key is held while the key is stored, and while a bad object is read again and retired, so a
-fresh object is never retired in the place of the bad one. ``close`` runs on a thread of its own,
-which the calling thread starts when all others have ended, and waits for.
+fresh object is never retired in the place of the bad one.
 """
 
 from __future__ import annotations
 
-import inspect
-import logging
-import threading
-import time
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from typing_extensions import override
 
 from kv_core.contract import JobErrorKind
-from kv_core.tierkit._base import KitTier
 from kv_core.tierkit._errors import (
     RETIRING_KINDS,
     BlockFailure,
@@ -29,45 +23,23 @@ from kv_core.tierkit._errors import (
     without_frames,
 )
 from kv_core.tierkit._key_locks import KeyLocks
-from kv_core.tierkit._pool import LoadFirstPool
+from kv_core.tierkit._pooled import PooledTier
 from kv_core.tierkit._probes import ProbeThreads
-from kv_core.tierkit._threads import join_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from kv_core.contract import OffloadKey, PrimaryView
+    from kv_core.tierkit._base import Lookups
     from kv_core.tierkit._jobs import Chunk, Executor, Job
-    from kv_core.tierkit._lookup import Prober, Question
+    from kv_core.tierkit._lookup import Question
 
 __all__ = ["ThreadedTier"]
 
-logger = logging.getLogger(__name__)
-
 _PROBE_THREADS: Final = 2
-# The base waits for I/O until a tenth of the job deadline is left.
-_CLOSING_SHARE: Final = 0.1
-_HOOKS: Final = ("exists", "exists_many", "read_block", "write_block", "retire", "open", "close")
 
 
-@final
-class _PoolExecutor:
-    """Runs chunks on a pool. What is inside a blocking call cannot be broken off."""
-
-    def __init__(self, pool: LoadFirstPool) -> None:
-        self._pool = pool
-
-    def submit(self, chunks: Iterable[Chunk], *, loads: bool) -> None:
-        self._pool.submit(chunks, loads=loads)
-
-    def withdraw(self, chunk: Chunk) -> bool:
-        return self._pool.withdraw(chunk)
-
-    def interrupt(self, chunk: Chunk) -> None:
-        pass
-
-
-class ThreadedTier(KitTier):
+class ThreadedTier(PooledTier):
     """A conforming tier made of three blocking functions.
 
     Write ``exists``, ``read_block`` and ``write_block``; add ``retire``, ``open`` and ``close``
@@ -85,6 +57,16 @@ class ThreadedTier(KitTier):
     """
 
     answers_at_once: bool = False
+
+    _hooks: ClassVar[tuple[str, ...]] = (
+        "exists",
+        "exists_many",
+        "read_block",
+        "write_block",
+        "retire",
+        "open",
+        "close",
+    )
 
     # -- to be written --------------------------------------------------------------------------
 
@@ -145,71 +127,26 @@ class ThreadedTier(KitTier):
                 answers.append(without_frames(error))
         return answers
 
-    def open(self) -> None:
-        """Open the storage, on the constructing thread; before any other hook.
-
-        When it raises, :meth:`close` is called, too: it must cope with a half-open storage.
-        """
-
-    def close(self) -> None:
-        """Close the storage, after the last call of any other hook; on a thread of its own."""
-
     # -- life -----------------------------------------------------------------------------------
 
     @override
-    def _open(self) -> tuple[Executor, Prober]:
-        self._refuse_coroutines()
-        name = f"kv-{self.context.tier_name}"
-        self._closer: threading.Thread | None = None
+    def _open(self) -> tuple[Executor, Lookups]:
+        name = f"kv-{self.context.tier_name}-lookup"
         self._locks = KeyLocks()
-        self._pool = LoadFirstPool(self.config.io_threads, name=f"{name}-io")
-        self._probes = ProbeThreads(self._answer, num_threads=_PROBE_THREADS, name=f"{name}-lookup")
-        try:
-            self.open()
-            self._probes.start()
-            self._pool.start()
-        except BaseException:
-            self._probes.stop(None)
-            self._close()
-            raise
-        return _PoolExecutor(self._pool), self._probes
-
-    def _refuse_coroutines(self) -> None:
-        # Unawaited, one would count as "present", and as a load that has filled its buffer.
-        for hook in _HOOKS:
-            if inspect.iscoroutinefunction(getattr(self, hook)):
-                raise TypeError(
-                    f"{type(self).__name__}.{hook} is a coroutine, which a ThreadedTier does not "
-                    "await: write 'def' instead of 'async def', or derive from AsyncioTier"
-                )
+        self._probes = ProbeThreads(self._answer, num_threads=_PROBE_THREADS, name=name)
+        return super()._open()
 
     @override
-    def _stop(self, timeout_s: float) -> bool:
-        end = time.monotonic() + timeout_s
-        if not self._ledger.wait_until_idle(timeout_s):
-            timeout_s = 0.0
-        stopped = self._pool.stop(min(timeout_s, end - time.monotonic()))
-        if not (self._probes.stop(max(0.0, min(timeout_s, end - time.monotonic()))) and stopped):
-            return False
-        if self._closer is None:
-            # A storage that hangs would keep the engine from ending.
-            name = f"kv-{self.context.tier_name}-close"
-            self._closer = threading.Thread(target=self._close, name=name, daemon=True)
-            self._closer.start()
-        slack_s = self.config.job_deadline_s * _CLOSING_SHARE
-        return join_all([self._closer], max(slack_s, end - time.monotonic()))
-
-    def _close(self) -> None:
-        try:
-            self.close()
-        except Exception as error:  # noqa: BLE001 - must not hide why the storage is given up
-            logger.error(  # noqa: TRY400 - a traceback would repeat secrets
-                "tier %r: close() raised: %s", self.context.tier_name, self._describe(error)
-            )
+    def _start_lookups(self) -> Lookups:
+        self._answers = self._async_lookup(
+            self._probes, probe_now=self.exists if self.answers_at_once else None
+        )
+        self._probes.start()
+        return self._answers
 
     @override
-    def _probe_now(self) -> Callable[[OffloadKey], bool] | None:
-        return self.exists if self.answers_at_once else None
+    def _stop_lookups(self, timeout_s: float | None) -> bool:
+        return self._probes.stop(timeout_s)
 
     # -- probe threads --------------------------------------------------------------------------
 
@@ -220,7 +157,7 @@ class ThreadedTier(KitTier):
         except BaseException as error:  # noqa: BLE001 - the whole batch was not answered
             answers = [without_frames(error)] * len(questions)
         for question, answer in zip(questions, answers, strict=True):
-            self._lookups.answer(question, answer)
+            self._answers.answer(question, answer)
 
     # -- pool threads ---------------------------------------------------------------------------
 
