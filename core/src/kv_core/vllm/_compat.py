@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import vllm
 from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
     GPULoadStoreSpec,
+    LoadStoreSpec,
     Locality,
     LookupResult,
     Medium,
@@ -42,15 +44,19 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     import numpy as np
     import numpy.typing as npt
 
+    from kv_core.keys import OffloadKey
+
 __all__ = [
     "TESTED_VERSIONS",
+    "CanonicalKVCaches",
     "GPULoadStoreSpec",
     "JobResult",
+    "LoadStoreSpec",
     "Locality",
     "LookupResult",
     "Medium",
@@ -72,7 +78,12 @@ __all__ = [
     "TransferJob",
     "TransferResult",
     "block_level_policy",
+    "device",
+    "hit_source",
+    "instance_id",
     "job_slots",
+    "new_stats",
+    "offloading_event",
     "registered_specs",
     "registered_tiers",
     "vllm_version",
@@ -90,6 +101,15 @@ _warned = False
 def vllm_version() -> str:
     """Return the version of the vLLM that is installed."""
     return str(vllm.__version__)
+
+
+def device() -> str:
+    """Return what the engine runs on, as far as attention back ends are chosen by it."""
+    from vllm.platforms import current_platform
+
+    name = str(current_platform.device_type)
+    capability = current_platform.get_device_capability()
+    return name if capability is None else f"{name}-{capability.as_version_str()}"
 
 
 def warn_if_untested() -> None:
@@ -129,3 +149,47 @@ def job_slots(job: Any) -> npt.NDArray[np.int32]:
 def block_level_policy() -> Any:
     """Return the policy of a request of which only new blocks are offered."""
     return getattr(OffloadPolicy, "CHUNK_LEVEL", None) or OffloadPolicy.BLOCK_LEVEL
+
+
+def hit_source(level: str) -> Any:
+    """Return vLLM's word for the level that a hit came from, where it has one.
+
+    Args:
+        level: ``"cpu"``, or the type of a tier.
+    """
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    sources = {"cpu": CacheHitSource.HOST, "fs": CacheHitSource.DISK}
+    return sources.get(level, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+
+def offloading_event(keys: Sequence[OffloadKey], tier: str | None, *, removed: bool) -> Any:
+    """Return vLLM's event of blocks that became present in a tier, or left it.
+
+    Args:
+        keys: The blocks.
+        tier: Name of the tier; ``None`` is the primary tier.
+        removed: Whether they left.
+    """
+    medium = Medium.CPU if tier is None else Medium.STORAGE
+    return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, ownership=tier)
+
+
+def new_stats() -> Any:
+    """Return an empty set of measurements, as the connector reports them."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+
+    return OffloadingConnectorStats()
+
+
+def instance_id(config: Any) -> str:
+    """Return what vLLM drew for this start of an engine, beside the id of the connector's engine.
+
+    Args:
+        config: The ``OffloadingConfig`` of a spec.
+    """
+    return ""
