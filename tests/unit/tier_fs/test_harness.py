@@ -13,7 +13,7 @@ from kv_core.contract import JobErrorKind, make_offload_key, parse_tier_config
 from kv_core.errors import TierOpenError
 from kv_core.tierkit.testing import TierDriver, example_key, example_namespace
 from kv_tier_fs import kv_core_conformance_harness, kv_core_register_tier
-from kv_tier_fs._harness import FsHarness
+from kv_tier_fs._harness import FilesHarness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -29,15 +29,15 @@ needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[FsHarness]:
+def harness(tmp_path: Path) -> Iterator[FilesHarness]:
     """Return a harness; what it mounts is unmounted at the end."""
-    made = FsHarness(tmp_path)
+    made = FilesHarness(tmp_path)
     yield made
     made.stop()
 
 
 @pytest.fixture
-def opened(harness: FsHarness) -> Iterator[Open]:
+def opened(harness: FilesHarness) -> Iterator[Open]:
     """Return a function that opens a tier the way the suite does."""
     drivers: list[TierDriver] = []
 
@@ -69,7 +69,7 @@ def test_the_hook_returns_a_harness(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_deadlines_become_limits(harness: FsHarness) -> None:
+def test_deadlines_become_limits(harness: FilesHarness) -> None:
     """The tier declares the limits that the suite asked for."""
     deadlines = Deadlines(job_s=3.0, lookup_s=2.0, error_backoff_s=0.5)
     opening = Opening(storage="first", block_bytes=BLOCK_BYTES, deadlines=deadlines)
@@ -81,14 +81,14 @@ def test_deadlines_become_limits(harness: FsHarness) -> None:
     assert limits.error_backoff_s == 0.5
 
 
-def test_unusable_settings_are_valid_and_cannot_be_opened(harness: FsHarness) -> None:
+def test_unusable_settings_are_valid_and_cannot_be_opened(harness: FilesHarness) -> None:
     """The root is below a file, whatever the user may write to."""
     opening = Opening(storage="first", block_bytes=BLOCK_BYTES)
     with pytest.raises(TierOpenError, match="is not a directory"):
         drive(harness.unusable_settings(opening))
 
 
-def test_storages_are_separate(opened: Open, harness: FsHarness, keys: list[OffloadKey]) -> None:
+def test_storages_are_separate(opened: Open, harness: FilesHarness, keys: list[OffloadKey]) -> None:
     """A block stored in one storage is not in another."""
     first, first_subject = opened("first")
     second, second_subject = opened("second")
@@ -98,7 +98,7 @@ def test_storages_are_separate(opened: Open, harness: FsHarness, keys: list[Offl
     assert list(harness.list_keys(second_subject)) == []
 
 
-def test_all_keys_are_listed(opened: Open, harness: FsHarness) -> None:
+def test_all_keys_are_listed(opened: Open, harness: FilesHarness) -> None:
     """Keys of several groups, with hashes of any length, come back from the file names."""
     keys = {
         example_key(1),
@@ -113,7 +113,7 @@ def test_all_keys_are_listed(opened: Open, harness: FsHarness) -> None:
     assert harness.list_keys(subject) == keys
 
 
-def test_a_lost_key_is_gone(opened: Open, harness: FsHarness, keys: list[OffloadKey]) -> None:
+def test_a_lost_key_is_gone(opened: Open, harness: FilesHarness, keys: list[OffloadKey]) -> None:
     """The file is removed; the others stay."""
     driver, subject = opened()
     driver.store(keys[:2])
@@ -127,7 +127,7 @@ def test_a_lost_key_is_gone(opened: Open, harness: FsHarness, keys: list[Offload
 
 @pytest.mark.parametrize("how", Corruption)
 def test_a_corrupt_block_is_found_damaged(
-    opened: Open, harness: FsHarness, keys: list[OffloadKey], how: Corruption
+    opened: Open, harness: FilesHarness, keys: list[OffloadKey], how: Corruption
 ) -> None:
     """Each kind of damage is one that the tier notices, and the damaged file is listed."""
     driver, subject = opened()
@@ -141,7 +141,7 @@ def test_a_corrupt_block_is_found_damaged(
 
 
 def test_a_flip_changes_one_bit_of_the_payload(
-    opened: Open, harness: FsHarness, keys: list[OffloadKey], tmp_path: Path
+    opened: Open, harness: FilesHarness, keys: list[OffloadKey], tmp_path: Path
 ) -> None:
     """Length and trailer are those of an intact file."""
     driver, subject = opened()
@@ -158,7 +158,7 @@ def test_a_flip_changes_one_bit_of_the_payload(
 
 
 def test_what_is_not_there_cannot_be_damaged(
-    opened: Open, harness: FsHarness, keys: list[OffloadKey]
+    opened: Open, harness: FilesHarness, keys: list[OffloadKey]
 ) -> None:
     """Losing and corrupting a key without a file raise KeyError."""
     _, subject = opened()
@@ -171,7 +171,7 @@ def test_what_is_not_there_cannot_be_damaged(
 
 
 def test_leftovers_are_files_of_unfinished_stores(
-    opened: Open, harness: FsHarness, keys: list[OffloadKey], tmp_path: Path
+    opened: Open, harness: FilesHarness, keys: list[OffloadKey], tmp_path: Path
 ) -> None:
     """Neither blocks nor locks of writers count, a temporary file does."""
     driver, subject = opened()
@@ -182,7 +182,7 @@ def test_leftovers_are_files_of_unfinished_stores(
     assert harness.count_leftovers(subject) == 1
 
 
-def test_faults_need_a_layer_to_happen_in(opened: Open, harness: FsHarness) -> None:
+def test_faults_need_a_layer_to_happen_in(opened: Open, harness: FilesHarness) -> None:
     """A tier on the plain folder cannot be made to fail; healing it is fine."""
     _, subject = opened()
     with pytest.raises(HarnessError, match="Open it with faults=True"):
@@ -193,7 +193,7 @@ def test_faults_need_a_layer_to_happen_in(opened: Open, harness: FsHarness) -> N
 @pytest.mark.privileged
 @needs_mounts
 def test_one_mount_serves_a_storage(
-    opened: Open, harness: FsHarness, keys: list[OffloadKey]
+    opened: Open, harness: FilesHarness, keys: list[OffloadKey]
 ) -> None:
     """Tiers with faults and without share the blocks of a storage, and those with, the fault."""
     plain, _ = opened()
@@ -215,7 +215,7 @@ def test_one_mount_serves_a_storage(
 @pytest.mark.privileged
 @needs_mounts
 def test_a_full_storage_declines_and_keeps_nothing(
-    opened: Open, harness: FsHarness, keys: list[OffloadKey]
+    opened: Open, harness: FilesHarness, keys: list[OffloadKey]
 ) -> None:
     """ENOSPC is no failure of the tier; the temporary files are removed (DATA-11)."""
     driver, subject = opened(faults=True)
@@ -232,7 +232,7 @@ def test_a_full_storage_declines_and_keeps_nothing(
 @pytest.mark.privileged
 @needs_mounts
 def test_short_counts_move_everything_in_the_end(
-    opened: Open, harness: FsHarness, keys: list[OffloadKey]
+    opened: Open, harness: FilesHarness, keys: list[OffloadKey]
 ) -> None:
     """Reads and writes that move half of what was asked are repeated (DATA-11)."""
     driver, subject = opened(faults=True)
@@ -246,7 +246,7 @@ def test_short_counts_move_everything_in_the_end(
 
 @pytest.mark.privileged
 @needs_mounts
-def test_a_stalled_storage_cannot_hold_the_shutdown(harness: FsHarness) -> None:
+def test_a_stalled_storage_cannot_hold_the_shutdown(harness: FilesHarness) -> None:
     """An idle tier ends within its deadline, and gives its lock up when the storage is back."""
     deadlines = Deadlines(job_s=0.3)
     opening = Opening(storage="s", block_bytes=BLOCK_BYTES, deadlines=deadlines, faults=True)

@@ -38,6 +38,7 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., TierDriver]]:
         spec = kv_core_register_tier()
         settings = {
             "root_dir": root_dir or tmp_path / "root",
+            "layout": "files",
             "direct_io": direct_io,
             "io_threads": io_threads,
             "min_free_bytes": min_free_bytes,

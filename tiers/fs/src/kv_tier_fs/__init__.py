@@ -6,21 +6,28 @@ what is heavy is imported inside the factory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 import kv_core
 from kv_core.contract import Capability, ContractVersion, TierLimits, TierSpec
 from kv_tier_fs._config import FsConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from kv_core.contract import SecondaryTierManager, TierContext
+    from kv_tier_fs._config import Layout
 
-__all__ = ["FsConfig", "kv_core_conformance_harness", "kv_core_register_tier"]
+__all__ = ["FsConfig", "kv_core_conformance_harness", "kv_core_register_tier", "spec_of_layout"]
 
 # The tier removes nothing but damaged objects, so every block stays findable.
 _RETAINED_BLOCKS = 1 << 40
+
+_CAPABILITIES: Final[Mapping[Layout, frozenset[Capability]]] = {
+    "files": frozenset({Capability.INTEGRITY, Capability.PERSISTENT, Capability.SHARED}),
+}
 
 
 def _make_tier(context: TierContext) -> SecondaryTierManager:
@@ -33,9 +40,8 @@ def _limits(config: FsConfig) -> TierLimits:
     return config.limits(min_retained_blocks=_RETAINED_BLOCKS, min_free_bytes=config.min_free_bytes)
 
 
-@kv_core.hookimpl
-def kv_core_register_tier() -> TierSpec:
-    """Describe the tier type ``fs``."""
+def spec_of_layout(layout: Layout) -> TierSpec:
+    """Describe the tier as it is with one layout."""
     return TierSpec(
         type="fs",
         summary="Blocks as files, on a local disk or a shared file system.",
@@ -43,13 +49,24 @@ def kv_core_register_tier() -> TierSpec:
         factory=_make_tier,
         config_model=FsConfig,
         limits=_limits,
-        capabilities=frozenset({Capability.INTEGRITY, Capability.PERSISTENT, Capability.SHARED}),
+        capabilities=_CAPABILITIES[layout],
     )
+
+
+def _refine(config: FsConfig) -> TierSpec:
+    return spec_of_layout(config.layout)
+
+
+@kv_core.hookimpl
+def kv_core_register_tier() -> TierSpec:
+    """Describe the tier type ``fs``: capabilities are those of the default layout."""
+    default: Layout = FsConfig.model_fields["layout"].default
+    return replace(spec_of_layout(default), refine=_refine)
 
 
 @kv_core.hookimpl
 def kv_core_conformance_harness(workdir: Path) -> object:
     """Return what the conformance suite drives the tier with. Needs the extra ``conformance``."""
-    from kv_tier_fs._harness import FsHarness
+    from kv_tier_fs._harness import FilesHarness
 
-    return FsHarness(workdir)
+    return FilesHarness(workdir)

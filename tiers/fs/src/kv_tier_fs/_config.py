@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - pydantic evaluates the annotation
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from pydantic import field_validator
 
 from kv_core.tierkit import TierKitConfig
 from kv_core.units import parse_bytes
 
-__all__ = ["FsConfig"]
+__all__ = ["FsConfig", "Layout"]
+
+Layout: TypeAlias = Literal["files"]
+"""How blocks lie in the root folder."""
 
 
 class FsConfig(TierKitConfig):
@@ -20,6 +23,8 @@ class FsConfig(TierKitConfig):
     """Folder of the blocks; made when it does not exist. Several engines, models and hosts may
     share one.
     """
+    layout: Layout = "files"
+    """How blocks lie in it. Layouts do not see each other's blocks."""
     direct_io: bool = True
     """Whether to bypass the page cache where the file system allows it."""
     min_free_bytes: int = 2**30

@@ -14,7 +14,7 @@ from typing_extensions import override
 from kv_conformance.faults.fuse import FaultyFolder, require_fuse
 from kv_conformance.harness import BaseHarness, Corruption, Fault, HarnessError
 from kv_core.contract import make_offload_key
-from kv_tier_fs import kv_core_register_tier
+from kv_tier_fs import spec_of_layout
 from kv_tier_fs.files._layout import FileLayout
 from kv_tier_fs.files._trailer import TRAILER_BYTES, key_in_trailer
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kv_conformance.harness import Opening, Subject
     from kv_core.contract import OffloadKey
 
-__all__ = ["FsHarness"]
+__all__ = ["FilesHarness"]
 
 # Beside the storages, whose names are plain words.
 _MOUNTS: Final = ".mounts"
@@ -34,15 +34,15 @@ _MIN_FREE_BYTES: Final = 1 << 20
 
 
 @final
-class FsHarness(BaseHarness):
-    """The harness of the tier ``fs``: a storage is a folder.
+class FilesHarness(BaseHarness):
+    """The harness of layout ``files``: a storage is a folder.
 
     A tier that will see faults gets the folder through a :class:`FaultyFolder`, one for each
     storage, shared by all tiers opened on it and mounted until :meth:`stop`. What the suite does
     to the files, it does to the folder itself.
     """
 
-    spec = kv_core_register_tier()
+    spec = spec_of_layout("files")
     # A thread in a system call stays there.
     stall_can_be_interrupted = False
     faults = frozenset(Fault)
@@ -68,6 +68,7 @@ class FsHarness(BaseHarness):
             root = self._mount(opening).mountpoint
         return {
             "root_dir": str(root),
+            "layout": "files",
             "job_deadline_s": opening.deadlines.job_s,
             "lookup_deadline_s": opening.deadlines.lookup_s,
             "error_backoff_s": opening.deadlines.error_backoff_s,
@@ -79,7 +80,7 @@ class FsHarness(BaseHarness):
         """Return settings whose root folder would be below a file."""
         file = self.workdir / f"{opening.storage}.file"
         file.touch()
-        return {"root_dir": str(file / "root")}
+        return {"root_dir": str(file / "root"), "layout": "files"}
 
     def lose(self, subject: Subject, key: OffloadKey) -> None:
         """Remove the file of a key.
