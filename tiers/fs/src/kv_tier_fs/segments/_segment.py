@@ -12,6 +12,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -86,6 +88,7 @@ class Segment:
         self.sealed = False
         self.gone = False
 
+    @override
     def __repr__(self) -> str:
         """Return the name in a form for logs."""
         return f"<Segment {self.name.writer.hex()[:8]}/{self.name.number}>"

@@ -1,0 +1,557 @@
+"""The index in memory: which segment holds which block, and when each was used last.
+
+Lookups are answered from here, in the same call and without a system call.
+
+**Who owns what.** The engine's thread owns the index. Other threads (followers, the collector)
+call :meth:`BlockIndex.post` and :meth:`BlockIndex.post_drop` only, which queue a change, and
+:meth:`BlockIndex.survey`, which reads columns that may change meanwhile. Changes take effect in
+:meth:`BlockIndex.apply`, so a lookup never waits for anybody and needs no lock.
+
+**Removal of a segment** marks it as gone, at once and for all its blocks. Rows are cleaned up in
+slices, a few with each :meth:`BlockIndex.apply`; until then they count as absent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias, final
+
+import numpy as np
+
+from kv_tier_fs.segments._format import FrameKind
+from kv_tier_fs.segments._key_table import NOWHERE, KeyTable
+from kv_tier_fs.segments._segment import NOT_INDEXED, Segment, SegmentName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from kv_core.contract import OffloadKey
+    from kv_tier_fs.segments._format import Frame
+
+__all__ = ["BlockIndex", "Place"]
+
+Place: TypeAlias = "tuple[Segment, int, int]"
+"""Where a block is: segment, slot, checksum. A plain tuple, for every block of every load."""
+
+# Blocks that one apply() takes on: about half a millisecond.
+_APPLIED_AT_ONCE: Final = 512
+# Rows that one apply() cleans up, at least, and what part of all that are waiting.
+_CLEANED_AT_ONCE: Final = 128
+_CLEANED_SHARE: Final = 64
+# Below, filling a table row by row is faster.
+_LEAST_BULK: Final = 256
+_LAST_USE: Final = 0xFFFF_FFFF
+
+_NONE: Final = Segment(SegmentName(b"", 0), Path(), 0)
+_NONE.gone = True
+
+_Rows: TypeAlias = "list[tuple[KeyTable, npt.NDArray[np.int64]]]"
+
+
+class _Drop:
+    """A segment that is gone, and the rows that were found in it."""
+
+    __slots__ = ("rows", "segment")
+
+    def __init__(
+        self, segment: Segment, rows: list[tuple[KeyTable, npt.NDArray[np.int64]]]
+    ) -> None:
+        self.segment = segment
+        self.rows = rows
+
+
+def _ignore(_: Sequence[OffloadKey]) -> None:
+    pass
+
+
+@final
+class BlockIndex:
+    """An exact map from keys to places.
+
+    A key may be in several places, when several processes have stored it or while a block is
+    moved. The latest is the current one, the others come into their own when it goes.
+
+    Args:
+        expected_blocks: Most blocks to be expected; a hint.
+        on_stored: Called with keys that became present.
+        on_removed: Called with keys that became absent.
+
+    Attributes:
+        use_counter: Goes up with every use of blocks.
+    """
+
+    def __init__(
+        self,
+        *,
+        expected_blocks: int = 0,
+        on_stored: Callable[[Sequence[OffloadKey]], None] = _ignore,
+        on_removed: Callable[[Sequence[OffloadKey]], None] = _ignore,
+    ) -> None:
+        self._expected_blocks = expected_blocks
+        self._on_stored = on_stored
+        self._on_removed = on_removed
+        self._tables: dict[int, KeyTable] = {}
+        # By number: the segment, whether it has been dropped here, and its rows.
+        self._segments: list[Segment] = []
+        self._gone = bytearray()
+        self._rows: list[int] = []
+        self._free_numbers: list[int] = []
+        self._num_blocks = 0
+        # Further places of keys, the latest last, and which keys have one in which segment.
+        self._spares: dict[OffloadKey, list[Place]] = {}
+        self._spares_in: dict[Segment, set[OffloadKey]] = {}
+        self._inbox: deque[tuple[Segment, Frame] | _Drop] = deque()
+        self._to_clean: deque[tuple[KeyTable, npt.NDArray[np.int64]]] = deque()
+        self._num_to_clean = 0
+        self.use_counter = 1
+
+    # -- questions ------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of blocks that are present."""
+        return self._num_blocks
+
+    def __contains__(self, key: bytes) -> bool:
+        """Say whether a block is present. That is a use: somebody is about to load it."""
+        table = self._tables.get(len(key))
+        if table is None:
+            return False
+        row = table.find(key)
+        if row < 0 or self._segments[table.segments[row]].gone:
+            return False
+        table.uses[row] = self.use_counter
+        return True
+
+    def locate(self, key: bytes) -> Place | None:
+        """Return where a block is; ``None`` when it is absent. A use."""
+        table = self._tables.get(len(key))
+        row = -1 if table is None else table.find(key)
+        if table is None or row < 0:
+            return None
+        segment = self._segments[table.segments[row]]
+        if segment.gone:
+            return None
+        table.uses[row] = segment.used_at = self.use_counter
+        return segment, table.slots[row], table.checksums[row]
+
+    def places(self, key: OffloadKey) -> list[Place]:
+        """Return all places of a block, the current one first. No use."""
+        found: list[Place] = []
+        table = self._tables.get(len(key))
+        row = -1 if table is None else table.find(key)
+        if table is not None and row >= 0:
+            segment = self._segments[table.segments[row]]
+            if not segment.gone:
+                found.append((segment, table.slots[row], table.checksums[row]))
+        found.extend(place for place in reversed(self._spares.get(key, ())) if not place[0].gone)
+        return found
+
+    def keys(self) -> Iterator[OffloadKey]:
+        """Return all keys that are present."""
+        for table in self._tables.values():
+            for row in table.rows():
+                if not self._segments[table.segments[row]].gone:
+                    yield table.key_at(row)
+
+    # -- uses -----------------------------------------------------------------------------------
+
+    def count_use(self) -> int:
+        """Begin a new use, younger than all before; return its number."""
+        if self.use_counter >= _LAST_USE:
+            self._age()
+        self.use_counter += 1
+        return self.use_counter
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Note a use of blocks; unknown ones are ignored."""
+        self.count_use()
+        for key in keys:
+            self.locate(key)
+
+    def _age(self) -> None:
+        """Halve all counters, which keeps their order."""
+        self.use_counter //= 2
+        for table in self._tables.values():
+            uses = np.asarray(table.uses)
+            uses //= 2
+        for segment in self._segments:
+            segment.used_at //= 2
+
+    # -- changes --------------------------------------------------------------------------------
+
+    def put(
+        self,
+        segment: Segment,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+        checksums: Sequence[int],
+    ) -> None:
+        """Note that a segment holds blocks. A use. Nothing happens when the segment is gone."""
+        if segment.gone:
+            return
+        self.count_use()
+        self._put(segment, keys, slots, checksums, self.use_counter)
+
+    def remove(self, key: OffloadKey, segment: Segment, slot: int) -> bool:
+        """Note that a place of a block does not count any more.
+
+        Returns:
+            Whether the key is absent now.
+        """
+        table = self._tables.get(len(key))
+        row = -1 if table is None else table.find(key)
+        if table is None or row < 0:
+            return True
+        current = self._segments[table.segments[row]]
+        if current.gone:
+            return True
+        if current is not segment or table.slots[row] != slot:
+            self._remove_spare(key, segment, slot)
+            return False
+        spare = self._take_spare(key)
+        if spare is not None:
+            self._leave(table, row)
+            self._settle(table, row, *spare)
+            return False
+        self._leave(table, row)
+        table.remove(row)
+        self._on_removed((key,))
+        return True
+
+    def drop(self, segment: Segment) -> None:
+        """Forget a segment with all its blocks. On the engine's thread."""
+        segment.gone = True
+        self._drop(_Drop(segment, self._rows_in(segment)))
+
+    def load(self, frames: Sequence[tuple[Segment, Frame]]) -> None:
+        """Fill the index, from the oldest frame to the latest.
+
+        Much faster than :meth:`put` while the index is empty. Removals must not be among them.
+        """
+        by_length: dict[int, list[tuple[Segment, Frame]]] = {}
+        for segment, frame in frames:
+            by_length.setdefault(frame.key_bytes, []).append((segment, frame))
+        for key_bytes, chosen in by_length.items():
+            count = sum(len(frame) for _, frame in chosen)
+            if count < _LEAST_BULK or not key_bytes or self._tables.get(key_bytes):
+                for segment, frame in chosen:
+                    self._put_frame(segment, frame)
+            else:
+                self._fill(key_bytes, chosen)
+
+    # -- changes by other threads ---------------------------------------------------------------
+
+    def post(self, segment: Segment, frame: Frame) -> None:
+        """Queue what a frame says of blocks of a segment. Any thread."""
+        self._inbox.append((segment, frame))
+
+    def post_drop(self, segment: Segment) -> None:
+        """Mark a segment as gone, and queue that its blocks be forgotten. Any thread."""
+        segment.gone = True
+        # The search is the long part, and is done here.
+        self._inbox.append(_Drop(segment, self._rows_in(segment)))
+
+    def apply(self) -> None:
+        """Let queued changes take effect: as many as can be had in half a millisecond."""
+        if not self._inbox and not self._to_clean:
+            return
+        budget = _APPLIED_AT_ONCE
+        while self._inbox and budget > 0:
+            change = self._inbox.popleft()
+            if isinstance(change, _Drop):
+                self._drop(change)
+                budget -= 1
+            else:
+                self._apply_frame(*change)
+                budget -= len(change[1])
+        self._clean(max(_CLEANED_AT_ONCE, self._num_to_clean // _CLEANED_SHARE))
+
+    def apply_all(self) -> None:
+        """Let all queued changes take effect, however long that takes."""
+        while self._inbox or self._to_clean:
+            self.apply()
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether anything is queued."""
+        return bool(self._inbox or self._to_clean)
+
+    # -- surveys by other threads ---------------------------------------------------------------
+
+    def survey(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]]:
+        """Return segment numbers and uses of all rows, by length of key. Any thread.
+
+        Numbers are those of :attr:`Segment.number_in_index`; free rows have :data:`NOWHERE`. The
+        arrays go on changing: copy what has to stay the same.
+        """
+        for table in list(self._tables.values()):
+            count = table.num_rows
+            yield np.asarray(table.segments)[:count], np.asarray(table.uses)[:count]
+
+    def blocks_in(self, segment: Segment) -> Iterator[tuple[OffloadKey, int, int, int]]:
+        """Return key, slot, checksum and latest use of the blocks of a segment. Any thread.
+
+        What comes from another thread than the engine's may be wrong in any field: a block has
+        to be read and to pass its checksum under its key before it is believed.
+        """
+        for table, rows in self._rows_in(segment):
+            for row in rows.tolist():
+                yield table.key_at(row), table.slots[row], table.checksums[row], table.uses[row]
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _table(self, key_bytes: int) -> KeyTable:
+        table = self._tables.get(key_bytes)
+        if table is None:
+            # What is expected has keys of one length, as a rule the first.
+            expected = 0 if self._tables else self._expected_blocks
+            table = self._tables[key_bytes] = KeyTable(key_bytes, expected)
+        return table
+
+    def _number(self, segment: Segment) -> int:
+        number = segment.number_in_index
+        if number == NOT_INDEXED:
+            if self._free_numbers:
+                number = self._free_numbers.pop()
+                self._segments[number] = segment
+                self._gone[number] = 0
+            else:
+                number = len(self._segments)
+                self._segments.append(segment)
+                self._gone.append(0)
+                self._rows.append(0)
+            segment.number_in_index = number
+        return number
+
+    def _put(
+        self,
+        segment: Segment,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+        checksums: Sequence[int],
+        use: int,
+    ) -> None:
+        segment.used_at = max(segment.used_at, use)
+        stored: list[OffloadKey] = []
+        for key, slot, checksum in zip(keys, slots, checksums, strict=True):
+            table = self._tables.get(len(key)) or self._table(len(key))
+            row = table.find(key)
+            if row < 0:
+                row = table.add(key)
+                stored.append(key)
+            else:
+                self._supersede(table, row, key, segment, slot, stored)
+            self._settle(table, row, segment, slot, checksum)
+            table.uses[row] = max(use, table.uses[row])
+        if stored:
+            self._on_stored(stored)
+
+    def _supersede(
+        self,
+        table: KeyTable,
+        row: int,
+        key: OffloadKey,
+        segment: Segment,
+        slot: int,
+        stored: list[OffloadKey],
+    ) -> None:
+        """Make the present place of a key a further one, or forget it when it is gone."""
+        old = self._segments[table.segments[row]]
+        old_slot, old_checksum = table.slots[row], table.checksums[row]
+        self._leave(table, row)
+        if old.gone:
+            # Nobody has been told yet that it went.
+            self._on_removed((key,))
+            table.uses[row] = 0
+            stored.append(key)
+        elif old is not segment or old_slot != slot:
+            self._add_spare(key, (old, old_slot, old_checksum))
+        self._remove_spare(key, segment, slot)
+
+    def _settle(
+        self, table: KeyTable, row: int, segment: Segment, slot: int, checksum: int
+    ) -> None:
+        number = self._number(segment)
+        table.slots[row] = slot
+        table.checksums[row] = checksum
+        table.segments[row] = number
+        self._rows[number] += 1
+        segment.live_blocks += 1
+        self._num_blocks += 1
+
+    def _leave(self, table: KeyTable, row: int) -> None:
+        """Note that a row is no longer one of its segment."""
+        number = table.segments[row]
+        self._rows[number] -= 1
+        if not self._gone[number]:
+            self._segments[number].live_blocks -= 1
+            self._num_blocks -= 1
+        elif not self._rows[number]:
+            self._release(number)
+
+    def _release(self, number: int) -> None:
+        self._segments[number] = _NONE
+        self._free_numbers.append(number)
+
+    def _put_frame(self, segment: Segment, frame: Frame) -> None:
+        if not segment.gone:
+            self._put(
+                segment,
+                frame.split_keys(),
+                frame.slots.tolist(),
+                frame.checksums.tolist(),
+                segment.used_at,
+            )
+
+    def _apply_frame(self, segment: Segment, frame: Frame) -> None:
+        if frame.kind == FrameKind.STORED:
+            if not segment.gone:
+                self.put(
+                    segment, frame.split_keys(), frame.slots.tolist(), frame.checksums.tolist()
+                )
+            return
+        for key, slot in zip(frame.split_keys(), frame.slots.tolist(), strict=True):
+            self.remove(key, segment, slot)
+
+    def _fill(self, key_bytes: int, frames: Sequence[tuple[Segment, Frame]]) -> None:
+        table = self._table(key_bytes)
+        lengths = [len(frame) for _, frame in frames]
+        numbers = np.repeat(
+            np.array([self._number(segment) for segment, _ in frames], dtype=np.uint32), lengths
+        )
+        count = len(numbers)
+        rejected = table.fill(b"".join(frame.keys for _, frame in frames))
+        np.asarray(table.slots)[:count] = np.concatenate([frame.slots for _, frame in frames])
+        np.asarray(table.checksums)[:count] = np.concatenate(
+            [frame.checksums for _, frame in frames]
+        )
+        np.asarray(table.uses)[:count] = np.repeat(
+            np.array([segment.used_at for segment, _ in frames], dtype=np.uint32), lengths
+        )
+        numbers[rejected] = NOWHERE
+        np.asarray(table.segments)[:count] = numbers
+        filled = np.bincount(numbers[~rejected], minlength=len(self._segments)).tolist()
+        for number, rows in enumerate(filled):
+            self._rows[number] += rows
+            self._segments[number].live_blocks += rows
+        self._num_blocks += count - int(rejected.sum())
+        self._on_stored_rows(table, rejected)
+        self._put_rejected(frames, rejected)
+
+    def _on_stored_rows(self, table: KeyTable, rejected: npt.NDArray[np.bool_]) -> None:
+        if self._on_stored is not _ignore:
+            self._on_stored([table.key_at(row) for row in np.flatnonzero(~rejected).tolist()])
+
+    def _put_rejected(
+        self, frames: Sequence[tuple[Segment, Frame]], rejected: npt.NDArray[np.bool_]
+    ) -> None:
+        start = 0
+        for segment, frame in frames:
+            chosen = np.flatnonzero(rejected[start : start + len(frame)]).tolist()
+            start += len(frame)
+            if chosen:
+                keys = frame.split_keys()
+                self._put(
+                    segment,
+                    [keys[index] for index in chosen],
+                    [int(frame.slots[index]) for index in chosen],
+                    [int(frame.checksums[index]) for index in chosen],
+                    segment.used_at,
+                )
+
+    # -- further places -------------------------------------------------------------------------
+
+    def _add_spare(self, key: OffloadKey, place: Place) -> None:
+        self._spares.setdefault(key, []).append(place)
+        self._spares_in.setdefault(place[0], set()).add(key)
+
+    def _remove_spare(self, key: OffloadKey, segment: Segment, slot: int) -> None:
+        places = self._spares.get(key)
+        if places is None:
+            return
+        kept = [place for place in places if place[0] is not segment or place[1] != slot]
+        if len(kept) != len(places):
+            self._set_spares(key, kept)
+            if all(place[0] is not segment for place in kept):
+                self._forget_spare_in(segment, key)
+
+    def _take_spare(self, key: OffloadKey) -> Place | None:
+        """Return the latest further place that is not gone, as one no more."""
+        places = self._spares.get(key, ())
+        for place in reversed(places):
+            if not place[0].gone:
+                self._remove_spare(key, place[0], place[1])
+                return place
+        return None
+
+    def _set_spares(self, key: OffloadKey, places: list[Place]) -> None:
+        if places:
+            self._spares[key] = places
+        else:
+            del self._spares[key]
+
+    def _forget_spare_in(self, segment: Segment, key: OffloadKey) -> None:
+        keys = self._spares_in.get(segment)
+        if keys is not None:
+            keys.discard(key)
+            if not keys:
+                del self._spares_in[segment]
+
+    # -- segments that are gone -----------------------------------------------------------------
+
+    def _rows_in(self, segment: Segment) -> _Rows:
+        number = segment.number_in_index
+        if number == NOT_INDEXED:
+            return []
+        return [(table, table.rows_in(number)) for table in list(self._tables.values())]
+
+    def _drop(self, drop: _Drop) -> None:
+        segment = drop.segment
+        for key in self._spares_in.pop(segment, ()):
+            self._set_spares(key, [p for p in self._spares[key] if p[0] is not segment])
+        number = segment.number_in_index
+        if number == NOT_INDEXED or self._segments[number] is not segment or self._gone[number]:
+            return
+        self._gone[number] = 1
+        self._num_blocks -= segment.live_blocks
+        segment.live_blocks = 0
+        rows = drop.rows
+        if sum(len(part) for _, part in rows) < self._rows[number]:
+            # Blocks came in after the search.
+            rows = self._rows_in(segment)
+        for part in rows:
+            if len(part[1]):
+                self._to_clean.append(part)
+                self._num_to_clean += len(part[1])
+        if not self._rows[number]:
+            self._release(number)
+
+    def _clean(self, budget: int) -> None:
+        removed: list[OffloadKey] = []
+        while self._to_clean and budget > 0:
+            table, rows = self._to_clean.popleft()
+            if len(rows) > budget:
+                self._to_clean.appendleft((table, rows[budget:]))
+                rows = rows[:budget]
+            budget -= len(rows)
+            self._num_to_clean -= len(rows)
+            for row in rows.tolist():
+                number = table.segments[row]
+                if number != NOWHERE and self._gone[number]:
+                    self._clean_row(table, row, removed)
+        if removed:
+            self._on_removed(removed)
+
+    def _clean_row(self, table: KeyTable, row: int, removed: list[OffloadKey]) -> None:
+        key = table.key_at(row)
+        spare = self._take_spare(key) if self._spares else None
+        self._leave(table, row)
+        if spare is not None:
+            # Absent for a moment only, of which nobody was told.
+            self._settle(table, row, *spare)
+            return
+        table.remove(row)
+        removed.append(key)

@@ -1,0 +1,285 @@
+"""A table of all keys of one length, with the columns that say where their blocks are.
+
+A dict would take 160 bytes and more a block. This takes the bytes of the keys and about forty
+more: the keys lie in flat pieces of memory, a slot of the hash table is one number (32 bits of the
+hash, 32 bits of the row), columns are arrays.
+
+The hash table is cut into shards. Each grows alone, so that the growth of a large table never
+stops the engine for longer than a shard takes. Collisions go to the next slot (a shard does not
+wrap around: it ends with free slots), and a removal moves later ones back, so that there are no
+tombstones to sweep.
+
+**Who owns what.** The engine's thread owns everything. Other threads may read the columns: they
+see what was there a moment ago, or half of a change, and have to check what they make of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, final
+
+import numpy as np
+
+from kv_core.contract import OffloadKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+__all__ = ["NOWHERE", "KeyTable"]
+
+NOWHERE: Final = 0xFFFF_FFFF
+"""In the column of segments: the row is free."""
+
+_SHARD_BITS: Final = 8
+_SHARDS: Final = 1 << _SHARD_BITS
+_SHARD_MASK: Final = _SHARDS - 1
+_LEAST_SHARD: Final = 8
+# Free slots at the end of a shard, where others would wrap around.
+_TAIL: Final = 8
+_WORD: Final = 0xFFFF_FFFF
+
+_CHUNK_BITS: Final = 12
+_CHUNK_ROWS: Final = 1 << _CHUNK_BITS
+_CHUNK_MASK: Final = _CHUNK_ROWS - 1
+_FIRST_ROWS: Final = 1024
+# Keys that are hashed at once: as many objects exist for that moment.
+_HASHED_AT_ONCE: Final = 1 << 16
+
+
+def _new_shard(size: int) -> tuple[memoryview, int]:
+    return np.zeros(size + _TAIL, dtype=np.uint64).data, size - 1
+
+
+def _shard_of(slots: npt.NDArray[np.uint64], size: int) -> tuple[memoryview, int]:
+    """Build a shard from its slots, in any order, for a size that is a power of two."""
+    homes = (slots >> np.uint64(32)).astype(np.int64) & (size - 1)
+    order = np.argsort(homes, kind="stable")
+    steps = np.arange(len(order))
+    # Each goes to its home, or to the first free slot behind those that come before it.
+    places = np.maximum.accumulate(homes[order] - steps) + steps
+    length = size + _TAIL
+    if len(places):
+        length = max(length, int(places[-1]) + _TAIL)
+    shard = np.zeros(length, dtype=np.uint64)
+    shard[places] = slots[order]
+    return shard.data, size - 1
+
+
+def _size_for(count: int) -> int:
+    return max(_LEAST_SHARD, 1 << (2 * count - 1).bit_length()) if count else _LEAST_SHARD
+
+
+@final
+class KeyTable:
+    """Keys of one length, each with a row.
+
+    Args:
+        key_bytes: Length of every key.
+        expected_rows: Most keys to be expected. Memory is only taken as it is filled.
+
+    Attributes:
+        key_bytes: Length of every key.
+        segments: Column: number of the segment, ``uint32``; :data:`NOWHERE` in free rows.
+        slots: Column: slot in the segment, ``uint32``.
+        checksums: Column: checksum of the block, ``uint64``.
+        uses: Column: use counter at the latest use, ``uint32``.
+        num_rows: Rows that have been taken so far, free ones included.
+    """
+
+    __slots__ = (
+        "_chunks",
+        "_counts",
+        "_free",
+        "_shards",
+        "checksums",
+        "key_bytes",
+        "num_rows",
+        "segments",
+        "slots",
+        "uses",
+    )
+
+    segments: memoryview
+    slots: memoryview
+    checksums: memoryview
+    uses: memoryview
+
+    def __init__(self, key_bytes: int, expected_rows: int = 0) -> None:
+        self.key_bytes = key_bytes
+        self._shards = [_new_shard(_LEAST_SHARD) for _ in range(_SHARDS)]
+        self._counts = [0] * _SHARDS
+        self._chunks: list[bytearray] = []
+        self._free: list[int] = []
+        self.num_rows = 0
+        self._set_columns(max(expected_rows, _FIRST_ROWS), 0)
+
+    def _set_columns(self, rows: int, kept: int) -> None:
+        """Make columns of another length, with what the present ones hold."""
+        old = (self.segments, self.slots, self.checksums, self.uses) if kept else ()
+        # Zeros come from the system page by page, as they are written to.
+        new = [np.zeros(rows, dtype=kind).data for kind in ("u4", "u4", "u8", "u4")]
+        for before, after in zip(old, new, strict=False):
+            after[:kept] = before[:kept]
+        self.segments, self.slots, self.checksums, self.uses = new
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return self.num_rows - len(self._free)
+
+    # -- one key --------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> int:
+        """Return the row of a key, or -1."""
+        digest = hash(key)
+        shard, mask = self._shards[digest & _SHARD_MASK]
+        tag = digest >> _SHARD_BITS & _WORD
+        at = tag & mask
+        while slot := shard[at]:
+            if slot >> 32 == tag:
+                row = (slot & _WORD) - 1
+                if self._chunks[row >> _CHUNK_BITS].startswith(
+                    key, (row & _CHUNK_MASK) * self.key_bytes
+                ):
+                    return row
+            at += 1
+        return -1
+
+    def add(self, key: bytes) -> int:
+        """Give a new key a row. The caller fills the columns, the segment last.
+
+        Args:
+            key: A key of the right length that is not in the table.
+        """
+        row = self._free.pop() if self._free else self._take_rows(1)
+        start = (row & _CHUNK_MASK) * self.key_bytes
+        self._chunks[row >> _CHUNK_BITS][start : start + self.key_bytes] = key
+        digest = hash(key)
+        number = digest & _SHARD_MASK
+        tag = digest >> _SHARD_BITS & _WORD
+        shard, mask = self._shards[number]
+        self._counts[number] += 1
+        if self._counts[number] * 5 > (mask + 1) * 3:
+            shard, mask = self._resize(number, 2 * (mask + 1))
+        at = self._free_slot(shard, tag & mask)
+        while at < 0:
+            shard, mask = self._resize(number, 2 * (mask + 1))
+            at = self._free_slot(shard, tag & mask)
+        shard[at] = tag << 32 | (row + 1)
+        return row
+
+    @staticmethod
+    def _free_slot(shard: memoryview, at: int) -> int:
+        """Return the first free slot; -1 when only the last one is left, which ends searches."""
+        while shard[at]:
+            at += 1
+        return at if at < len(shard) - 1 else -1
+
+    def _resize(self, number: int, size: int) -> tuple[memoryview, int]:
+        slots = np.asarray(self._shards[number][0])
+        shard = self._shards[number] = _shard_of(slots[slots != 0], size)
+        return shard
+
+    def remove(self, row: int) -> None:
+        """Free a row."""
+        digest = hash(self.key_at(row))
+        shard, mask = self._shards[digest & _SHARD_MASK]
+        tag = digest >> _SHARD_BITS & _WORD
+        wanted = tag << 32 | (row + 1)
+        hole = tag & mask
+        while shard[hole] != wanted:
+            hole += 1
+        after = hole + 1
+        while slot := shard[after]:
+            # One whose home is at the hole or before it may move there; another may not.
+            if (slot >> 32 & mask) <= hole:
+                shard[hole] = slot
+                hole = after
+            after += 1
+        shard[hole] = 0
+        self._counts[digest & _SHARD_MASK] -= 1
+        self.segments[row] = NOWHERE
+        self._free.append(row)
+
+    def key_at(self, row: int) -> OffloadKey:
+        """Return the key of a row."""
+        start = (row & _CHUNK_MASK) * self.key_bytes
+        return OffloadKey(bytes(self._chunks[row >> _CHUNK_BITS][start : start + self.key_bytes]))
+
+    def rows(self) -> Iterator[int]:
+        """Return all rows that have a key."""
+        for row in range(self.num_rows):
+            if self.segments[row] != NOWHERE:
+                yield row
+
+    def rows_in(self, segment: int) -> npt.NDArray[np.int64]:
+        """Return the rows whose blocks are in a segment. Any thread."""
+        return np.flatnonzero(np.asarray(self.segments)[: self.num_rows] == segment)
+
+    # -- many keys ------------------------------------------------------------------------------
+
+    def fill(self, keys: bytes) -> npt.NDArray[np.bool_]:
+        """Fill an empty table: row ``n`` for key ``n``. The caller fills the columns.
+
+        Args:
+            keys: All keys, one after the other.
+
+        Returns:
+            Which keys could not be added, because of another with the same hash: equal ones as a
+            rule. Their rows are free.
+        """
+        count = len(keys) // self.key_bytes
+        self._take_rows(count)
+        step = _CHUNK_ROWS * self.key_bytes
+        for number, start in enumerate(range(0, len(keys), step)):
+            piece = keys[start : start + step]
+            self._chunks[number][: len(piece)] = piece
+        digests = self._hash(keys, count)
+        order = np.argsort(digests, kind="stable")
+        twins = digests[order[1:]] == digests[order[:-1]]
+        rejected = np.zeros(count, dtype=np.bool_)
+        if twins.any():
+            rejected[order[1:][twins]] = True
+            rejected[order[:-1][twins]] = True
+            order = order[~rejected[order]]
+            self._free.extend(np.flatnonzero(rejected).tolist())
+            np.asarray(self.segments)[:count][rejected] = NOWHERE
+        self._build(digests[order], order)
+        return rejected
+
+    def _hash(self, keys: bytes, count: int) -> npt.NDArray[np.int64]:
+        digests = np.empty(count, dtype=np.int64)
+        for start in range(0, count, _HASHED_AT_ONCE):
+            piece = np.frombuffer(
+                keys,
+                dtype=f"V{self.key_bytes}",
+                count=min(_HASHED_AT_ONCE, count - start),
+                offset=start * self.key_bytes,
+            ).tolist()
+            digests[start : start + len(piece)] = np.fromiter(map(hash, piece), np.int64)
+        return digests
+
+    def _build(self, digests: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
+        numbers = (digests & _SHARD_MASK).astype(np.uint8)
+        tags = (digests >> _SHARD_BITS & _WORD).astype(np.uint64)
+        slots = tags << np.uint64(32) | (rows + 1).astype(np.uint64)
+        by_shard = slots[np.argsort(numbers, kind="stable")]
+        start = 0
+        for number, size in enumerate(np.bincount(numbers, minlength=_SHARDS).tolist()):
+            piece = by_shard[start : start + size]
+            self._shards[number] = _shard_of(piece, _size_for(size))
+            self._counts[number] = size
+            start += size
+
+    def _take_rows(self, count: int) -> int:
+        """Take rows that have never been used; return the first."""
+        first = self.num_rows
+        end = first + count
+        if end > len(self.segments):
+            self._set_columns(max(end, 2 * len(self.segments)), first)
+        while len(self._chunks) << _CHUNK_BITS < end:
+            self._chunks.append(bytearray(_CHUNK_ROWS * self.key_bytes))
+        # Before they count: nobody may mistake them for rows of the first segment.
+        np.asarray(self.segments)[first:end] = NOWHERE
+        self.num_rows = end
+        return first
