@@ -1,0 +1,296 @@
+"""Reads blocks from segments, as many as possible in one call, and checks them.
+
+**Who owns what.** Any thread may call anything. ``_lock`` of :class:`SegmentFiles` guards the
+descriptors and is never held during I/O: two threads may open the same file, and the second
+descriptor is closed again. A descriptor that is in use is not closed; one of a segment that has
+been removed still reads what was there.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import stat
+import threading
+from collections import OrderedDict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple, final
+
+from kv_core.errors import BlockDamagedError, BlockMissingError
+from kv_tier_fs._beneath import open_beneath
+from kv_tier_fs.segments._direct import transfer
+from kv_tier_fs.segments._format import payload_checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from kv_core.contract import OffloadKey
+    from kv_tier_fs.segments._direct import DirectIO
+    from kv_tier_fs.segments._segment import Segment
+
+__all__ = ["Place", "SegmentFiles", "SegmentReader"]
+
+_NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
+_GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+
+
+class Place(NamedTuple):
+    """Where a block is.
+
+    Attributes:
+        segment: Segment.
+        slot: Slot in the segment.
+        checksum: Checksum under the key of the block.
+    """
+
+    segment: Segment
+    slot: int
+    checksum: int
+
+
+@final
+class _OpenFile:
+    __slots__ = ("descriptor", "users")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.users = 0
+
+
+@final
+class SegmentFiles:
+    """Descriptors of segments that are being read, a bounded number of them.
+
+    Args:
+        root: Folder below which all segments are; no symbolic link below it is followed.
+        direct: Whether to bypass the page cache.
+        most_open: Most descriptors that are kept while nobody uses them.
+    """
+
+    def __init__(self, root: Path, direct: DirectIO, *, most_open: int) -> None:
+        self._root = root
+        self._direct = direct
+        self._most_open = most_open
+        self._lock = threading.Lock()
+        # The one that was used last is at the end.
+        self._files: OrderedDict[Segment, _OpenFile] = OrderedDict()
+
+    @contextmanager
+    def using(self, segment: Segment) -> Iterator[int]:
+        """Lend the descriptor of a segment.
+
+        Raises:
+            BlockMissingError: There is no such file.
+            OSError: It cannot be opened.
+        """
+        file = self._take(segment)
+        try:
+            yield file.descriptor
+        finally:
+            self._give_back(segment, file)
+
+    def _take(self, segment: Segment) -> _OpenFile:
+        with self._lock:
+            file = self._files.get(segment)
+            if file is not None:
+                file.users += 1
+                self._files.move_to_end(segment)
+                return file
+        file = _OpenFile(self._open(segment))
+        file.users = 1
+        with self._lock:
+            self._files.setdefault(segment, file)
+            excess = self._excess(self._most_open)
+        _close_all(excess)
+        return file
+
+    def _give_back(self, segment: Segment, file: _OpenFile) -> None:
+        with self._lock:
+            file.users -= 1
+            if file.users or (self._files.get(segment) is file and not segment.gone):
+                return
+            if self._files.get(segment) is file:
+                del self._files[segment]
+        os.close(file.descriptor)
+
+    def _open(self, segment: Segment) -> int:
+        try:
+            descriptor = self._open_once(segment)
+        except OSError as error:
+            if error.errno in _GONE:
+                raise BlockMissingError(f"segment {segment.path} is not there") from error
+            if error.errno not in _NO_DESCRIPTORS:
+                raise
+            with self._lock:
+                excess = self._excess(0)
+            _close_all(excess)
+            descriptor = self._open_once(segment)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise BlockMissingError(f"{segment.path} is no regular file")
+        return descriptor
+
+    def _open_once(self, segment: Segment) -> int:
+        # Nonblocking, lest somebody's pipe in the place of a segment stops the thread.
+        flags = os.O_RDONLY | os.O_NONBLOCK
+        return self._direct.open(
+            lambda more: open_beneath(self._root, segment.path, flags | more), writing=False
+        )
+
+    def _excess(self, most: int) -> list[int]:
+        """Take out descriptors nobody uses, the least recently used first. Lock held."""
+        excess = []
+        if len(self._files) > most:
+            for segment, file in list(self._files.items()):
+                if not file.users:
+                    del self._files[segment]
+                    excess.append(file.descriptor)
+                    if len(self._files) <= most:
+                        break
+        return excess
+
+    def forget(self, segment: Segment) -> None:
+        """Close the descriptor of a segment, now or when its last user is done."""
+        with self._lock:
+            file = self._files.get(segment)
+            if file is None:
+                return
+            del self._files[segment]
+            if file.users:
+                return
+        os.close(file.descriptor)
+
+    def close(self) -> None:
+        """Close every descriptor that is not in use. Idempotent."""
+        with self._lock:
+            excess = self._excess(0)
+        _close_all(excess)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@final
+class SegmentReader:
+    """Reads blocks into memory and checks them there.
+
+    Args:
+        files: Lends descriptors.
+        direct: Told when direct reads turn out not to work.
+        block_bytes: Payload bytes of every block.
+        note_use: Called with every segment that was read from.
+    """
+
+    def __init__(
+        self,
+        files: SegmentFiles,
+        direct: DirectIO,
+        block_bytes: int,
+        note_use: Callable[[Segment], None],
+    ) -> None:
+        self._files = files
+        self._direct = direct
+        self._block_bytes = block_bytes
+        self._note_use = note_use
+
+    def load(
+        self,
+        places: Sequence[Place],
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+    ) -> dict[int, BaseException]:
+        """Read and check some blocks.
+
+        Args:
+            places: Where each is.
+            keys: Under which key each was stored.
+            blocks: Where each belongs: flat views of ``block_bytes`` bytes.
+
+        Returns:
+            What went wrong, by index. Every other block is what was stored.
+        """
+        failures: dict[int, BaseException] = {}
+        for run in _runs(places):
+            self._read_run(places, blocks, run, failures)
+        for index, (place, key, block) in enumerate(zip(places, keys, blocks, strict=True)):
+            if index in failures or payload_checksum(block, key) == place.checksum:
+                continue
+            # Once more: memory and buses fail as well, and what is retired is lost.
+            self._read_run(places, blocks, [index], failures)
+            found = payload_checksum(block, key)
+            if index not in failures and found != place.checksum:
+                failures[index] = BlockDamagedError(
+                    f"block {key.hex()} in slot {place.slot} of {place.segment.path} has checksum "
+                    f"{found:016x}, stored was {place.checksum:016x}"
+                )
+        return failures
+
+    def _read_run(
+        self,
+        places: Sequence[Place],
+        blocks: Sequence[memoryview],
+        run: list[int],
+        failures: dict[int, BaseException],
+    ) -> None:
+        """Read blocks that are next to each other in one segment."""
+        segment, slot, _ = places[run[0]]
+        size = self._block_bytes
+        try:
+            with self._files.using(segment) as descriptor:
+                self._check_size(segment, descriptor)
+                moved = transfer(
+                    self._direct,
+                    descriptor,
+                    [blocks[index] for index in run],
+                    slot * size,
+                    writing=False,
+                )
+            self._note_use(segment)
+        except OSError as error:
+            if len(run) == 1:
+                failures[run[0]] = error
+                return
+            # One bad place on the disk must not cost its neighbours.
+            for index in run:
+                self._read_run(places, blocks, [index], failures)
+        except (BlockDamagedError, BlockMissingError) as error:
+            failures.update(dict.fromkeys(run, error))
+        else:
+            for index in run[moved // size :]:
+                failures[index] = BlockDamagedError(
+                    f"{segment.path} ends before slot {places[index].slot} does"
+                )
+
+    def _check_size(self, segment: Segment, descriptor: int) -> None:
+        found, most = os.fstat(descriptor).st_size, segment.num_slots * self._block_bytes
+        if found > most:
+            raise BlockDamagedError(
+                f"{segment.path} has {found} bytes, more than the {most} that a segment of "
+                f"{segment.num_slots} blocks has"
+            )
+
+
+def _runs(places: Sequence[Place]) -> Iterator[list[int]]:
+    """Return indices of places in runs: each in one segment, slot after slot."""
+    # Most jobs load what one job has stored, in the same order.
+    order: Sequence[int] = range(len(places))
+    if any(
+        after.segment is not before.segment or after.slot <= before.slot
+        for before, after in itertools.pairwise(places)
+    ):
+        order = sorted(order, key=lambda index: (id(places[index].segment), places[index].slot))
+    run: list[int] = []
+    for index in order:
+        place = places[index]
+        if run:
+            last = places[run[-1]]
+            if place.segment is not last.segment or place.slot != last.slot + 1:
+                yield run
+                run = []
+        run.append(index)
+    if run:
+        yield run

@@ -1,0 +1,293 @@
+"""Appends blocks to the segments of this process.
+
+**Who owns what.** Any thread may call anything but :meth:`SegmentWriter.close`. ``_lock`` guards
+which segment is current, which of its slots are taken and how many writes are in flight; it is
+held for a few instructions. ``_creating`` is held while a segment is made, for which room may have
+to be found first: only stores that need a new segment wait for it. ``_publishing`` orders the
+appends to the indexes. Whoever ends the last write to a full segment seals it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from kv_tier_fs.segments._format import FrameKind, IndexHeader, payload_checksum
+from kv_tier_fs.segments._segment import SegmentName, segment_path
+from kv_tier_fs.segments._segment_file import IndexFile, PayloadFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from kv_core.contract import OffloadKey
+    from kv_tier_fs.segments._direct import DirectIO
+    from kv_tier_fs.segments._format import WriterId
+    from kv_tier_fs.segments._segment import Segment, Segments
+
+__all__ = ["Room", "SegmentWriter", "Stored", "WriterPlace"]
+
+logger = logging.getLogger(__name__)
+
+_REMOVALS: Final = 0
+"""Number of the index of removals, which has no payloads."""
+
+_NO_CHECKSUM: Final = 0
+
+
+class Room(Protocol):
+    """Whoever bounds the space that is taken."""
+
+    def room(self, size_bytes: int) -> AbstractContextManager[object]:
+        """Hold so much room while a segment is made in it.
+
+        Raises:
+            BlockDeclinedError: There is none.
+        """
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WriterPlace:
+    """Where a writer writes, and what.
+
+    Attributes:
+        root: Folder below which no symbolic link is followed.
+        folder: Folder of the writer, below it.
+        writer: Id of the writer.
+        fingerprint: Fingerprint of the namespace.
+        block_bytes: Payload bytes of every block.
+        num_slots: Blocks in a segment.
+        sync: Whether what is published is on the disk.
+    """
+
+    root: Path
+    folder: Path
+    writer: WriterId
+    fingerprint: str
+    block_bytes: int
+    num_slots: int
+    sync: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Consecutive blocks of a batch that are in one segment by now.
+
+    Attributes:
+        segment: The segment.
+        start: Index in the batch of the first block.
+        slots: Slot of each.
+        checksums: Checksum of each.
+    """
+
+    segment: Segment
+    start: int
+    slots: range
+    checksums: Sequence[int]
+
+
+@final
+class _Filling:
+    """A segment that is being filled.
+
+    Attributes:
+        file: Its files.
+        next_slot: Slots below are taken.
+        published: Slots below have been published, or failed.
+        users: Writes in flight.
+        full: Whether no more slots are given out.
+    """
+
+    __slots__ = ("file", "full", "next_slot", "published", "users")
+
+    def __init__(self, file: PayloadFile) -> None:
+        self.file = file
+        self.next_slot = 0
+        self.published = 0
+        self.users = 0
+        self.full = False
+
+
+@final
+class SegmentWriter:
+    """Stores blocks in segments of its own.
+
+    Args:
+        place: Where and what.
+        segments: Told of every new segment.
+        room: Asked before every new segment.
+        direct: Whether to bypass the page cache.
+        created: Called after a segment was made, on the thread that needed it.
+    """
+
+    def __init__(
+        self,
+        place: WriterPlace,
+        segments: Segments,
+        room: Room,
+        direct: DirectIO,
+        created: Callable[[], None],
+    ) -> None:
+        self._place = place
+        self._segments = segments
+        self._room = room
+        self._direct = direct
+        self._created = created
+        self._lock = threading.Lock()
+        self._creating = threading.Lock()
+        self._publishing = threading.Lock()
+        self._current: _Filling | None = None
+        self._last_number = _REMOVALS
+        self._removals: IndexFile | None = None
+
+    # -- stores ---------------------------------------------------------------------------------
+
+    def store(
+        self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
+    ) -> tuple[list[Stored], dict[int, BaseException]]:
+        """Write some blocks and publish them.
+
+        Args:
+            keys: The blocks.
+            blocks: Their payloads: flat views of ``block_bytes`` bytes.
+
+        Returns:
+            What is stored, and what went wrong with the rest, by index.
+        """
+        checksums = [payload_checksum(*pair) for pair in zip(blocks, keys, strict=True)]
+        stored: list[Stored] = []
+        failures: dict[int, BaseException] = {}
+        start = 0
+        while start < len(keys):
+            try:
+                filling, slots = self._take(len(keys) - start)
+            except Exception as error:  # noqa: BLE001 - each block without a slot has this error
+                failures.update(dict.fromkeys(range(start, len(keys)), error))
+                break
+            stop = start + len(slots)
+            part = Stored(filling.file.segment, start, slots, checksums[start:stop])
+            try:
+                filling.file.write(slots.start, blocks[start:stop])
+                self._publish(filling, keys[start:stop], part)
+            except Exception as error:  # noqa: BLE001 - each block of the part has this error
+                failures.update(dict.fromkeys(range(start, stop), error))
+            else:
+                stored.append(part)
+            finally:
+                self._give_back(filling)
+            start = stop
+        return stored, failures
+
+    def _publish(self, filling: _Filling, keys: Sequence[OffloadKey], part: Stored) -> None:
+        with self._publishing:
+            filling.file.publish(keys, part.slots, part.checksums)
+            filling.published = max(filling.published, part.slots.stop)
+
+    def _take(self, wanted: int) -> tuple[_Filling, range]:
+        """Take slots, at least one and at most so many, in the current segment or a new one."""
+        while True:
+            with self._lock:
+                current = self._current
+                if current is not None and not (current.full or current.file.segment.gone):
+                    return current, self._take_in(current, wanted)
+            with self._creating:
+                if self._current is not current:
+                    continue
+                fresh = _Filling(self._create())
+                with self._lock:
+                    self._current = fresh
+                if current is not None:
+                    self._retire(current)
+            self._created()
+
+    def _take_in(self, filling: _Filling, wanted: int) -> range:
+        start = filling.next_slot
+        stop = min(start + wanted, filling.file.segment.num_slots)
+        filling.next_slot = stop
+        filling.full = stop == filling.file.segment.num_slots
+        filling.users += 1
+        return range(start, stop)
+
+    def _give_back(self, filling: _Filling) -> None:
+        with self._lock:
+            filling.users -= 1
+            if filling.users or not filling.full:
+                return
+            if self._current is filling:
+                self._current = None
+        self._seal(filling)
+
+    def _retire(self, filling: _Filling) -> None:
+        """Give out no more slots of a segment that has been replaced."""
+        with self._lock:
+            if filling.full:
+                # Whoever ends the last write to it seals it, or has done so.
+                return
+            filling.full = True
+            if filling.users:
+                return
+        self._seal(filling)
+
+    def _seal(self, filling: _Filling) -> None:
+        segment = filling.file.segment
+        try:
+            if not filling.published:
+                self._segments.discard(segment)
+            filling.file.seal(filling.published)
+        except OSError as error:
+            # It stays as long as it was: whoever adopts it after our end cuts it.
+            logger.warning("segment %s cannot be sealed: %s", segment.path, error)
+
+    def _create(self) -> PayloadFile:
+        place = self._place
+        number = self._last_number + 1
+        name = SegmentName(place.writer, number)
+        path = segment_path(place.folder, number)
+        header = IndexHeader(
+            place.writer, number, place.num_slots, place.block_bytes, place.fingerprint
+        )
+        with self._room.room(place.num_slots * place.block_bytes):
+            self._last_number = number
+            segment = self._segments.add(name, path, place.num_slots)
+            try:
+                return PayloadFile(place.root, segment, header, self._direct, sync=place.sync)
+            except BaseException:
+                self._segments.discard(segment)
+                raise
+
+    # -- removals -------------------------------------------------------------------------------
+
+    def remove(self, segment: Segment, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        """Publish that some slots of a segment, of any writer, do not count any more.
+
+        Raises:
+            OSError: That could not be written down.
+        """
+        with self._publishing:
+            if self._removals is None:
+                place = self._place
+                header = IndexHeader(
+                    place.writer, _REMOVALS, 0, place.block_bytes, place.fingerprint
+                )
+                path = segment_path(place.folder, _REMOVALS).with_suffix(".idx")
+                self._removals = IndexFile(place.root, path, header, sync=place.sync)
+            checksums = [_NO_CHECKSUM] * len(keys)
+            self._removals.append(FrameKind.REMOVED, segment.name, keys, slots, checksums)
+
+    # -- end ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Seal the current segment and close all files. Nothing may be in flight. Idempotent."""
+        with self._lock:
+            current, self._current = self._current, None
+        if current is not None:
+            self._retire(current)
+        with self._publishing:
+            removals, self._removals = self._removals, None
+        if removals is not None:
+            removals.close()
