@@ -119,11 +119,21 @@ class BlockIndex:
         table = self._tables.get(len(key))
         if table is None:
             return False
-        row = table.find(key)
-        if row < 0 or self._segments[table.segments[row]].gone:
-            return False
-        table.uses[row] = self.use_counter
-        return True
+        # KeyTable.find, once more: the call would be a tenth of a lookup.
+        digest = hash(key)
+        shard, mask = table.shards[digest & 0xFF]
+        tag = digest >> 8 & 0xFFFF_FFFF
+        at = tag & mask
+        while slot := shard[at]:
+            if slot >> 32 == tag:
+                row = slot & 0xFFFF_FFFF
+                if table.keys.startswith(key, row * table.key_bytes):
+                    if self._segments[table.segments[row]].gone:
+                        return False
+                    table.uses[row] = self.use_counter
+                    return True
+            at += 1
+        return False
 
     def locate(self, key: bytes) -> Place | None:
         """Return where a block is; ``None`` when it is absent. A use."""
@@ -227,9 +237,10 @@ class BlockIndex:
         self._drop(_Drop(segment, self._rows_in(segment)))
 
     def load(self, frames: Sequence[tuple[Segment, Frame]]) -> None:
-        """Fill the index, from the oldest frame to the latest.
+        """Fill the index at the opening, from the oldest frame to the latest.
 
         Much faster than :meth:`put` while the index is empty. Removals must not be among them.
+        Nobody is told of what was there from the start.
         """
         by_length: dict[int, list[tuple[Segment, Frame]]] = {}
         for segment, frame in frames:
@@ -422,28 +433,20 @@ class BlockIndex:
         numbers = np.repeat(
             np.array([self._number(segment) for segment, _ in frames], dtype=np.uint32), lengths
         )
-        count = len(numbers)
-        rejected = table.fill(b"".join(frame.keys for _, frame in frames))
-        np.asarray(table.slots)[:count] = np.concatenate([frame.slots for _, frame in frames])
-        np.asarray(table.checksums)[:count] = np.concatenate(
-            [frame.checksums for _, frame in frames]
-        )
-        np.asarray(table.uses)[:count] = np.repeat(
+        rows, rejected = table.fill(b"".join(frame.keys for _, frame in frames))
+        np.asarray(table.slots)[rows] = np.concatenate([frame.slots for _, frame in frames])
+        np.asarray(table.checksums)[rows] = np.concatenate([frame.checksums for _, frame in frames])
+        np.asarray(table.uses)[rows] = np.repeat(
             np.array([segment.used_at for segment, _ in frames], dtype=np.uint32), lengths
         )
         numbers[rejected] = NOWHERE
-        np.asarray(table.segments)[:count] = numbers
+        np.asarray(table.segments)[rows] = numbers
         filled = np.bincount(numbers[~rejected], minlength=len(self._segments)).tolist()
-        for number, rows in enumerate(filled):
-            self._rows[number] += rows
-            self._segments[number].live_blocks += rows
-        self._num_blocks += count - int(rejected.sum())
-        self._on_stored_rows(table, rejected)
+        for number, count in enumerate(filled):
+            self._rows[number] += count
+            self._segments[number].live_blocks += count
+        self._num_blocks += len(table)
         self._put_rejected(frames, rejected)
-
-    def _on_stored_rows(self, table: KeyTable, rejected: npt.NDArray[np.bool_]) -> None:
-        if self._on_stored is not _ignore:
-            self._on_stored([table.key_at(row) for row in np.flatnonzero(~rejected).tolist()])
 
     def _put_rejected(
         self, frames: Sequence[tuple[Segment, Frame]], rejected: npt.NDArray[np.bool_]

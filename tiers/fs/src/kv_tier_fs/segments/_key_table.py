@@ -31,18 +31,16 @@ __all__ = ["NOWHERE", "KeyTable"]
 NOWHERE: Final = 0xFFFF_FFFF
 """In the column of segments: the row is free."""
 
-_SHARD_BITS: Final = 8
-_SHARDS: Final = 1 << _SHARD_BITS
-_SHARD_MASK: Final = _SHARDS - 1
+_SHARDS: Final = 256
 _LEAST_SHARD: Final = 8
 # Free slots at the end of a shard, where others would wrap around.
 _TAIL: Final = 8
-_WORD: Final = 0xFFFF_FFFF
 
-_CHUNK_BITS: Final = 12
-_CHUNK_ROWS: Final = 1 << _CHUNK_BITS
-_CHUNK_MASK: Final = _CHUNK_ROWS - 1
+# Rows whose keys get their memory at once.
+_STEP_ROWS: Final = 4096
 _FIRST_ROWS: Final = 1024
+# Row 0 has no key: a slot of the hash table that is zero is free.
+_FIRST_ROW: Final = 1
 # Keys that are hashed at once: as many objects exist for that moment.
 _HASHED_AT_ONCE: Final = 1 << 16
 
@@ -88,14 +86,14 @@ class KeyTable:
     """
 
     __slots__ = (
-        "_chunks",
         "_counts",
         "_free",
-        "_shards",
         "checksums",
         "key_bytes",
+        "keys",
         "num_rows",
         "segments",
+        "shards",
         "slots",
         "uses",
     )
@@ -107,12 +105,13 @@ class KeyTable:
 
     def __init__(self, key_bytes: int, expected_rows: int = 0) -> None:
         self.key_bytes = key_bytes
-        self._shards = [_new_shard(_LEAST_SHARD) for _ in range(_SHARDS)]
+        self.shards = [_new_shard(_LEAST_SHARD) for _ in range(_SHARDS)]
         self._counts = [0] * _SHARDS
-        self._chunks: list[bytearray] = []
+        self.keys = bytearray()
         self._free: list[int] = []
         self.num_rows = 0
         self._set_columns(max(expected_rows, _FIRST_ROWS), 0)
+        self._take_rows(_FIRST_ROW)
 
     def _set_columns(self, rows: int, kept: int) -> None:
         """Make columns of another length, with what the present ones hold."""
@@ -125,22 +124,20 @@ class KeyTable:
 
     def __len__(self) -> int:
         """Return the number of keys."""
-        return self.num_rows - len(self._free)
+        return self.num_rows - _FIRST_ROW - len(self._free)
 
     # -- one key --------------------------------------------------------------------------------
 
     def find(self, key: bytes) -> int:
         """Return the row of a key, or -1."""
         digest = hash(key)
-        shard, mask = self._shards[digest & _SHARD_MASK]
-        tag = digest >> _SHARD_BITS & _WORD
+        shard, mask = self.shards[digest & 0xFF]
+        tag = digest >> 8 & 0xFFFF_FFFF
         at = tag & mask
         while slot := shard[at]:
             if slot >> 32 == tag:
-                row = (slot & _WORD) - 1
-                if self._chunks[row >> _CHUNK_BITS].startswith(
-                    key, (row & _CHUNK_MASK) * self.key_bytes
-                ):
+                row = slot & 0xFFFF_FFFF
+                if self.keys.startswith(key, row * self.key_bytes):
                     return row
             at += 1
         return -1
@@ -152,12 +149,12 @@ class KeyTable:
             key: A key of the right length that is not in the table.
         """
         row = self._free.pop() if self._free else self._take_rows(1)
-        start = (row & _CHUNK_MASK) * self.key_bytes
-        self._chunks[row >> _CHUNK_BITS][start : start + self.key_bytes] = key
+        start = row * self.key_bytes
+        self.keys[start : start + self.key_bytes] = key
         digest = hash(key)
-        number = digest & _SHARD_MASK
-        tag = digest >> _SHARD_BITS & _WORD
-        shard, mask = self._shards[number]
+        number = digest & 0xFF
+        tag = digest >> 8 & 0xFFFF_FFFF
+        shard, mask = self.shards[number]
         self._counts[number] += 1
         if self._counts[number] * 5 > (mask + 1) * 3:
             shard, mask = self._resize(number, 2 * (mask + 1))
@@ -165,7 +162,7 @@ class KeyTable:
         while at < 0:
             shard, mask = self._resize(number, 2 * (mask + 1))
             at = self._free_slot(shard, tag & mask)
-        shard[at] = tag << 32 | (row + 1)
+        shard[at] = tag << 32 | row
         return row
 
     @staticmethod
@@ -176,16 +173,16 @@ class KeyTable:
         return at if at < len(shard) - 1 else -1
 
     def _resize(self, number: int, size: int) -> tuple[memoryview, int]:
-        slots = np.asarray(self._shards[number][0])
-        shard = self._shards[number] = _shard_of(slots[slots != 0], size)
+        slots = np.asarray(self.shards[number][0])
+        shard = self.shards[number] = _shard_of(slots[slots != 0], size)
         return shard
 
     def remove(self, row: int) -> None:
         """Free a row."""
         digest = hash(self.key_at(row))
-        shard, mask = self._shards[digest & _SHARD_MASK]
-        tag = digest >> _SHARD_BITS & _WORD
-        wanted = tag << 32 | (row + 1)
+        shard, mask = self.shards[digest & 0xFF]
+        tag = digest >> 8 & 0xFFFF_FFFF
+        wanted = tag << 32 | row
         hole = tag & mask
         while shard[hole] != wanted:
             hole += 1
@@ -197,18 +194,18 @@ class KeyTable:
                 hole = after
             after += 1
         shard[hole] = 0
-        self._counts[digest & _SHARD_MASK] -= 1
+        self._counts[digest & 0xFF] -= 1
         self.segments[row] = NOWHERE
         self._free.append(row)
 
     def key_at(self, row: int) -> OffloadKey:
         """Return the key of a row."""
-        start = (row & _CHUNK_MASK) * self.key_bytes
-        return OffloadKey(bytes(self._chunks[row >> _CHUNK_BITS][start : start + self.key_bytes]))
+        start = row * self.key_bytes
+        return OffloadKey(bytes(self.keys[start : start + self.key_bytes]))
 
     def rows(self) -> Iterator[int]:
         """Return all rows that have a key."""
-        for row in range(self.num_rows):
+        for row in range(_FIRST_ROW, self.num_rows):
             if self.segments[row] != NOWHERE:
                 yield row
 
@@ -218,22 +215,20 @@ class KeyTable:
 
     # -- many keys ------------------------------------------------------------------------------
 
-    def fill(self, keys: bytes) -> npt.NDArray[np.bool_]:
-        """Fill an empty table: row ``n`` for key ``n``. The caller fills the columns.
+    def fill(self, keys: bytes) -> tuple[slice, npt.NDArray[np.bool_]]:
+        """Fill an empty table. The caller fills the columns.
 
         Args:
             keys: All keys, one after the other.
 
         Returns:
-            Which keys could not be added, because of another with the same hash: equal ones as a
-            rule. Their rows are free.
+            Their rows, and which of them could not be added, because of another with the same
+            hash: an equal one as a rule. Their rows are free.
         """
         count = len(keys) // self.key_bytes
-        self._take_rows(count)
-        step = _CHUNK_ROWS * self.key_bytes
-        for number, start in enumerate(range(0, len(keys), step)):
-            piece = keys[start : start + step]
-            self._chunks[number][: len(piece)] = piece
+        first = self._take_rows(count)
+        rows = slice(first, first + count)
+        self.keys[first * self.key_bytes : (first + count) * self.key_bytes] = keys
         digests = self._hash(keys, count)
         order = np.argsort(digests, kind="stable")
         twins = digests[order[1:]] == digests[order[:-1]]
@@ -242,10 +237,9 @@ class KeyTable:
             rejected[order[1:][twins]] = True
             rejected[order[:-1][twins]] = True
             order = order[~rejected[order]]
-            self._free.extend(np.flatnonzero(rejected).tolist())
-            np.asarray(self.segments)[:count][rejected] = NOWHERE
-        self._build(digests[order], order)
-        return rejected
+            self._free.extend((np.flatnonzero(rejected) + first).tolist())
+        self._build(digests[order], order + first)
+        return rows, rejected
 
     def _hash(self, keys: bytes, count: int) -> npt.NDArray[np.int64]:
         digests = np.empty(count, dtype=np.int64)
@@ -260,14 +254,14 @@ class KeyTable:
         return digests
 
     def _build(self, digests: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
-        numbers = (digests & _SHARD_MASK).astype(np.uint8)
-        tags = (digests >> _SHARD_BITS & _WORD).astype(np.uint64)
-        slots = tags << np.uint64(32) | (rows + 1).astype(np.uint64)
+        numbers = (digests & 0xFF).astype(np.uint8)
+        tags = (digests >> 8 & 0xFFFF_FFFF).astype(np.uint64)
+        slots = tags << np.uint64(32) | rows.astype(np.uint64)
         by_shard = slots[np.argsort(numbers, kind="stable")]
         start = 0
         for number, size in enumerate(np.bincount(numbers, minlength=_SHARDS).tolist()):
             piece = by_shard[start : start + size]
-            self._shards[number] = _shard_of(piece, _size_for(size))
+            self.shards[number] = _shard_of(piece, _size_for(size))
             self._counts[number] = size
             start += size
 
@@ -277,8 +271,9 @@ class KeyTable:
         end = first + count
         if end > len(self.segments):
             self._set_columns(max(end, 2 * len(self.segments)), first)
-        while len(self._chunks) << _CHUNK_BITS < end:
-            self._chunks.append(bytearray(_CHUNK_ROWS * self.key_bytes))
+        missing = end * self.key_bytes - len(self.keys)
+        if missing > 0:
+            self.keys += bytes(max(missing, _STEP_ROWS * self.key_bytes))
         # Before they count: nobody may mistake them for rows of the first segment.
         np.asarray(self.segments)[first:end] = NOWHERE
         self.num_rows = end
