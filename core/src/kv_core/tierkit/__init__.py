@@ -10,19 +10,23 @@ want as well.
 from kv_core.tierkit._asyncio import AsyncioTier
 from kv_core.tierkit._batch import BatchOutcome, BatchTier
 from kv_core.tierkit._config import TierKitConfig
-from kv_core.tierkit._errors import BlockFailure
+from kv_core.tierkit._errors import RETIRING_KINDS, BlockFailure, Occasionally
+from kv_core.tierkit._free_space import FreeSpace
 from kv_core.tierkit._lookup import AsyncLookup, HitClaim, Prober, Question
 from kv_core.tierkit._pool import LoadFirstPool
 from kv_core.tierkit._threaded import ThreadedTier
 
 __all__ = [
+    "RETIRING_KINDS",
     "AsyncLookup",
     "AsyncioTier",
     "BatchOutcome",
     "BatchTier",
     "BlockFailure",
+    "FreeSpace",
     "HitClaim",
     "LoadFirstPool",
+    "Occasionally",
     "Prober",
     "Question",
     "ThreadedTier",

@@ -28,7 +28,7 @@ from kv_core.tierkit._index_lookup import IndexLookup
 from kv_core.tierkit._pooled import PooledTier
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kv_core.contract import JobResult, OffloadKey
     from kv_core.tierkit._base import Lookups
@@ -150,6 +150,15 @@ class BatchTier(PooledTier, Generic[StorePlanT, LoadPlanT]):
         blocks: Sequence[memoryview],
     ) -> BatchOutcome:
         """Fill the buffers of some consecutive blocks of a job. See :meth:`write_batch`."""
+
+    # -- for the author of a tier ---------------------------------------------------------------
+
+    def run_soon(self, task: Callable[[], None]) -> None:
+        """Run something on a pool thread, after the stores that are waiting. Returns at once.
+
+        It is dropped when the tier is shut down first: have :meth:`close` do what must be done.
+        """
+        self._pool.submit([task], loads=False)
 
     # -- life -----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from kv_core.contract import Capability, ContractVersion, TierLimits, TierSpec
 from kv_tier_fs._config import FsConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from kv_core.contract import SecondaryTierManager, TierContext
@@ -27,17 +27,41 @@ _RETAINED_BLOCKS = 1 << 40
 
 _CAPABILITIES: Final[Mapping[Layout, frozenset[Capability]]] = {
     "files": frozenset({Capability.INTEGRITY, Capability.PERSISTENT, Capability.SHARED}),
+    "segments": frozenset(
+        {
+            Capability.BOUNDED,
+            Capability.DELETE,
+            Capability.EVENTS,
+            Capability.INTEGRITY,
+            Capability.PERSISTENT,
+            Capability.SHARED,
+            Capability.USAGE,
+        }
+    ),
 }
 
 
-def _make_tier(context: TierContext) -> SecondaryTierManager:
+def _make_file_tier(context: TierContext) -> SecondaryTierManager:
     from kv_tier_fs.files._tier import FsTier
 
     return FsTier(context)
 
 
+def _make_segment_tier(context: TierContext) -> SecondaryTierManager:
+    from kv_tier_fs.segments._tier import SegmentTier
+
+    return SegmentTier(context)
+
+
+_FACTORIES: Final[Mapping[Layout, Callable[[TierContext], SecondaryTierManager]]] = {
+    "files": _make_file_tier,
+    "segments": _make_segment_tier,
+}
+
+
 def _limits(config: FsConfig) -> TierLimits:
-    return config.limits(min_retained_blocks=_RETAINED_BLOCKS, min_free_bytes=config.min_free_bytes)
+    retained = _RETAINED_BLOCKS if config.capacity_bytes is None else 1
+    return config.limits(min_retained_blocks=retained, min_free_bytes=config.min_free_bytes)
 
 
 def spec_of_layout(layout: Layout) -> TierSpec:
@@ -46,7 +70,7 @@ def spec_of_layout(layout: Layout) -> TierSpec:
         type="fs",
         summary="Blocks as files, on a local disk or a shared file system.",
         contract=ContractVersion(1, 0),
-        factory=_make_tier,
+        factory=_FACTORIES[layout],
         config_model=FsConfig,
         limits=_limits,
         capabilities=_CAPABILITIES[layout],

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - pydantic evaluates the annotation
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
-from pydantic import field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kv_core.tierkit import TierKitConfig
 from kv_core.units import parse_bytes
 
 __all__ = ["FsConfig", "Layout"]
 
-Layout: TypeAlias = Literal["files"]
+Layout: TypeAlias = Literal["files", "segments"]
 """How blocks lie in the root folder."""
+
+
+_OF_SEGMENTS: Final = frozenset(
+    {"capacity_bytes", "root_capacity_bytes", "namespace_ttl_s", "durability", "read_only"}
+)
 
 
 class FsConfig(TierKitConfig):
@@ -32,6 +37,26 @@ class FsConfig(TierKitConfig):
     '20GiB'.
     """
 
+    capacity_bytes: int | None = Field(default=None, gt=0)
+    """Most bytes that the blocks of one namespace take, over all engines that share it; layout
+    'segments' only. What was used least recently goes first. Without it, only 'min_free_bytes'
+    ends the growth.
+    """
+    root_capacity_bytes: int | None = Field(default=None, gt=0)
+    """Most bytes that all namespaces below the root folder take together; layout 'segments' only.
+    """
+    namespace_ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """A namespace that nobody has used for so many seconds is removed; layout 'segments' only."""
+    durability: Literal["none", "data"] = "none"
+    """What a stored block survives. 'none': the end of the process, however it ends; after a loss
+    of power, blocks of the last seconds may be gone, and none is wrong. 'data': a loss of power,
+    too; each store waits for the disk. Layout 'segments' only.
+    """
+    read_only: bool = False
+    """Whether to load only, and leave the folder as it is: for a folder that cannot be written.
+    Layout 'segments' only.
+    """
+
     @field_validator("root_dir", mode="before")
     @classmethod
     def _is_not_empty(cls, value: object) -> object:
@@ -40,7 +65,18 @@ class FsConfig(TierKitConfig):
             raise ValueError("must not be empty")
         return value
 
-    @field_validator("min_free_bytes", mode="before")
+    @field_validator("min_free_bytes", "capacity_bytes", "root_capacity_bytes", mode="before")
     @classmethod
-    def _read_size(cls, value: Any) -> int:
-        return parse_bytes(value, setting="min_free_bytes")
+    def _read_size(cls, value: Any, info: ValidationInfo) -> int | None:
+        return None if value is None else parse_bytes(value, setting=info.field_name or "")
+
+    @model_validator(mode="after")
+    def _fits_the_layout(self) -> FsConfig:
+        if self.layout != "segments":
+            for setting in sorted(_OF_SEGMENTS & self.model_fields_set):
+                if getattr(self, setting) != type(self).model_fields[setting].default:
+                    raise ValueError(
+                        f"{setting!r} is a setting of layout 'segments', and the layout is "
+                        f"{self.layout!r}"
+                    )
+        return self

@@ -108,6 +108,15 @@ class BlockIndex:
         self._num_to_clean = 0
         self.use_counter = 1
 
+    def listen(
+        self,
+        on_stored: Callable[[Sequence[OffloadKey]], None],
+        on_removed: Callable[[Sequence[OffloadKey]], None],
+    ) -> None:
+        """Say who is to hear of changes from now on."""
+        self._on_stored = on_stored
+        self._on_removed = on_removed
+
     # -- questions ------------------------------------------------------------------------------
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ import stat
 import threading
 from collections import OrderedDict
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Final, final
 
 from kv_core.errors import BlockDamagedError, BlockMissingError
 from kv_tier_fs._beneath import open_beneath
@@ -28,26 +28,13 @@ if TYPE_CHECKING:
 
     from kv_core.contract import OffloadKey
     from kv_tier_fs.segments._direct import DirectIO
+    from kv_tier_fs.segments._index import Place
     from kv_tier_fs.segments._segment import Segment
 
-__all__ = ["Place", "SegmentFiles", "SegmentReader"]
+__all__ = ["SegmentFiles", "SegmentReader"]
 
 _NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-
-
-class Place(NamedTuple):
-    """Where a block is.
-
-    Attributes:
-        segment: Segment.
-        slot: Slot in the segment.
-        checksum: Checksum under the key of the block.
-    """
-
-    segment: Segment
-    slot: int
-    checksum: int
 
 
 @final
@@ -217,15 +204,16 @@ class SegmentReader:
         for run in _runs(places):
             self._read_run(places, blocks, run, failures)
         for index, (place, key, block) in enumerate(zip(places, keys, blocks, strict=True)):
-            if index in failures or payload_checksum(block, key) == place.checksum:
+            segment, slot, checksum = place
+            if index in failures or payload_checksum(block, key) == checksum:
                 continue
             # Once more: memory and buses fail as well, and what is retired is lost.
             self._read_run(places, blocks, [index], failures)
             found = payload_checksum(block, key)
-            if index not in failures and found != place.checksum:
+            if index not in failures and found != checksum:
                 failures[index] = BlockDamagedError(
-                    f"block {key.hex()} in slot {place.slot} of {place.segment.path} has checksum "
-                    f"{found:016x}, stored was {place.checksum:016x}"
+                    f"block {key.hex()} in slot {slot} of {segment.path} has checksum "
+                    f"{found:016x}, stored was {checksum:016x}"
                 )
         return failures
 
@@ -262,7 +250,7 @@ class SegmentReader:
         else:
             for index in run[moved // size :]:
                 failures[index] = BlockDamagedError(
-                    f"{segment.path} ends before slot {places[index].slot} does"
+                    f"{segment.path} ends before slot {places[index][1]} does"
                 )
 
     def _check_size(self, segment: Segment, descriptor: int) -> None:
@@ -279,16 +267,16 @@ def _runs(places: Sequence[Place]) -> Iterator[list[int]]:
     # Most jobs load what one job has stored, in the same order.
     order: Sequence[int] = range(len(places))
     if any(
-        after.segment is not before.segment or after.slot <= before.slot
+        after[0] is not before[0] or after[1] <= before[1]
         for before, after in itertools.pairwise(places)
     ):
-        order = sorted(order, key=lambda index: (id(places[index].segment), places[index].slot))
+        order = sorted(order, key=lambda index: (id(places[index][0]), places[index][1]))
     run: list[int] = []
     for index in order:
-        place = places[index]
+        segment, slot, _ = places[index]
         if run:
-            last = places[run[-1]]
-            if place.segment is not last.segment or place.slot != last.slot + 1:
+            last_segment, last_slot, _ = places[run[-1]]
+            if segment is not last_segment or slot != last_slot + 1:
                 yield run
                 run = []
         run.append(index)

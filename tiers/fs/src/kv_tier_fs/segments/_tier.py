@@ -1,0 +1,220 @@
+"""The tier of layout ``segments``.
+
+**Who owns what.** The engine's thread owns the index: it looks up, notes where the blocks of a job
+are when the job is submitted, and enters what a job has brought when the job is reported. Pool
+threads get what they need in the plan of their job, and add what they have done to it. What other
+threads find out (followers of other writers, the collector) is queued in the index and applied on
+the engine's thread. Reader, writer and space have locks of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, final
+
+from typing_extensions import override
+
+from kv_core.contract import TierUsage
+from kv_core.errors import BlockMissingError
+from kv_core.tierkit import RETIRING_KINDS, BatchOutcome, BatchTier
+from kv_tier_fs.segments._storage import SegmentStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from kv_core.contract import (
+        JobResult,
+        OffloadKey,
+        ReqContext,
+        RequestOffloadingContext,
+    )
+    from kv_core.tierkit import BlockFailure
+    from kv_tier_fs._config import FsConfig
+    from kv_tier_fs.segments._index import Place
+    from kv_tier_fs.segments._segment import Segment
+    from kv_tier_fs.segments._writer import Stored
+
+__all__ = ["SegmentTier"]
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _StorePlan:
+    """A store in flight.
+
+    Attributes:
+        keys: Its keys.
+        present: Indices of blocks that were present at submission: nothing to do.
+        stored: What batches have stored, and under which keys.
+    """
+
+    keys: Sequence[OffloadKey]
+    present: frozenset[int]
+    stored: list[tuple[Sequence[OffloadKey], Stored]] = field(default_factory=list)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _LoadPlan:
+    """A load in flight.
+
+    Attributes:
+        keys: Its keys.
+        places: Where each block was at submission; ``None`` where it was absent.
+        pinned: Segments that must stay until the end.
+    """
+
+    keys: Sequence[OffloadKey]
+    places: Sequence[Place | None]
+    pinned: Collection[Segment]
+
+
+class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
+    """Jobs appended to large files, found through an index in memory."""
+
+    emits_events: ClassVar[bool] = True
+
+    config: FsConfig
+
+    # -- life -----------------------------------------------------------------------------------
+
+    @override
+    def open(self) -> None:
+        self._storage = SegmentStorage(self.context, self.config)
+        self._storage.open(self._source)
+        self._index = self._storage.index
+        self._index.listen(self._note_stored, self._note_removed)
+
+    @override
+    def close(self) -> None:
+        self._storage.close()
+
+    def _note_stored(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            self.note_stored(key)
+
+    def _note_removed(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            self.note_removed(key)
+
+    # -- the engine's thread --------------------------------------------------------------------
+
+    @override
+    def exists(self, key: OffloadKey) -> bool:
+        return key in self._index
+
+    @override
+    def plan_store(self, keys: Sequence[OffloadKey]) -> _StorePlan:
+        self._index.count_use()
+        locate = self._index.locate
+        present = frozenset(index for index, key in enumerate(keys) if locate(key) is not None)
+        return _StorePlan(keys, present)
+
+    @override
+    def plan_load(self, keys: Sequence[OffloadKey]) -> _LoadPlan:
+        self._index.count_use()
+        places = [self._index.locate(key) for key in keys]
+        pinned = {place[0] for place in places if place is not None}
+        for segment in pinned:
+            segment.pins += 1
+        return _LoadPlan(keys, places, pinned)
+
+    @override
+    def settle_store(self, plan: _StorePlan, failures: Mapping[int, BlockFailure]) -> None:
+        for keys, stored in plan.stored:
+            self._index.put(stored.segment, keys, stored.slots, stored.checksums)
+
+    @override
+    def settle_load(self, plan: _LoadPlan, failures: Mapping[int, BlockFailure]) -> None:
+        for segment in plan.pinned:
+            segment.pins -= 1
+        for index, failure in failures.items():
+            place = plan.places[index]
+            if failure.kind in RETIRING_KINDS and place is not None:
+                self._index.remove(plan.keys[index], place[0], place[1])
+
+    @override
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = super().get_finished_jobs()
+        self._index.apply()
+        return results
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        # After a pause without steps: what others have stored meanwhile can be found at once.
+        self._index.apply()
+        return super().on_new_request(req_context)
+
+    @override
+    def usage(self) -> TierUsage:
+        self.check_process()
+        return TierUsage(
+            blocks=len(self._index),
+            bytes=self._storage.used_bytes,
+            capacity_bytes=self.config.capacity_bytes,
+        )
+
+    @override
+    def delete(self, keys: Sequence[OffloadKey]) -> None:
+        self.check_process()
+        removed: list[tuple[OffloadKey, Segment, int]] = []
+        for key in keys:
+            for segment, slot, _ in self._index.places(key):
+                self._index.remove(key, segment, slot)
+                removed.append((key, segment, slot))
+        if removed:
+            self._storage.removals_due.append(removed)
+            self.run_soon(self._storage.write_removals)
+
+    # -- pool threads ---------------------------------------------------------------------------
+
+    @override
+    def write_batch(
+        self,
+        plan: _StorePlan,
+        start: int,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+    ) -> BatchOutcome:
+        wanted: Sequence[int] = range(len(keys))
+        if plan.present:
+            wanted = [index for index in wanted if start + index not in plan.present]
+            if not wanted:
+                return BatchOutcome(0)
+            keys = [keys[index] for index in wanted]
+            blocks = [blocks[index] for index in wanted]
+        stored, failures = self._storage.store(keys, blocks)
+        num_stored = 0
+        for part in stored:
+            num_stored += len(part.slots)
+            plan.stored.append((keys[part.start : part.start + len(part.slots)], part))
+        return BatchOutcome(
+            num_stored * self.context.block_bytes,
+            {wanted[index]: error for index, error in failures.items()},
+        )
+
+    @override
+    def read_batch(
+        self,
+        plan: _LoadPlan,
+        start: int,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+    ) -> BatchOutcome:
+        places: list[Place] = []
+        found: list[int] = []
+        failures: dict[int, BaseException] = {}
+        for index, key in enumerate(keys):
+            place = plan.places[start + index]
+            if place is None:
+                failures[index] = BlockMissingError(f"block {key.hex()} is not in the index")
+            else:
+                places.append(place)
+                found.append(index)
+        if failures:
+            keys = [keys[index] for index in found]
+            blocks = [blocks[index] for index in found]
+        bad = self._storage.load(places, keys, blocks)
+        for index, error in bad.items():
+            failures[found[index]] = error
+        return BatchOutcome((len(found) - len(bad)) * self.context.block_bytes, failures)
