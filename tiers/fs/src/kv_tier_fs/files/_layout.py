@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import TYPE_CHECKING, Final, final
 
 from kv_core.contract import get_offload_block_hash, get_offload_group_idx
 from kv_core.keys import ALL_RANKS
+from kv_tier_fs._names import namespace_folder_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FileLayout"]
 
-_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
-_MOST_MODEL_CHARS: Final = 100
 _MOST_HASH_CHARS: Final = 200
 
 
@@ -33,12 +31,7 @@ class FileLayout:
     """
 
     def __init__(self, root_dir: Path, namespace: Namespace) -> None:
-        # The fingerprint tells models apart; the name is for people, so it may be mangled. A
-        # leading dot would hide the folder, and ".." must not come through in any disguise.
-        model = _UNSAFE.sub("_", namespace.model)[:_MOST_MODEL_CHARS]
-        if model.startswith("."):
-            model = "_" + model[1:]
-        name = f"{model}_{namespace.fingerprint[:12]}"
+        name = namespace_folder_name(namespace)
         rank = namespace.rank
         if rank == ALL_RANKS or namespace.layout_parallel_invariant:
             rank = 0
