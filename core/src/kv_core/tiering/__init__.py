@@ -11,13 +11,16 @@ from kv_core.tiering._manager import TieringOffloadingManager
 from kv_core.tiering._observer import JobObserver, JobReport
 from kv_core.tiering._options import TierMode, TierOptions
 from kv_core.tiering._requests import PARAMS_KEY
+from kv_core.tiering._single import JobOutcome, SingleTier
 
 __all__ = [
     "PARAMS_KEY",
     "EngineReset",
     "HealthState",
     "JobObserver",
+    "JobOutcome",
     "JobReport",
+    "SingleTier",
     "TierMode",
     "TierOptions",
     "TieringConfig",

@@ -68,6 +68,10 @@ _HEALTH_VALUES: Final = {
 
 _PASSED_ON: Final = (KeyboardInterrupt, SystemExit)
 
+# What a failed job says of the tier's health: these say nothing, or that the tier answers.
+_HARMLESS: Final = frozenset({JobErrorKind.DECLINED})
+_ANSWERED: Final = frozenset({JobErrorKind.MISSING, JobErrorKind.DAMAGED})
+
 _ACTIVITIES: Final = {"submit_load": Activity.LOAD, "submit_store": Activity.STORE}
 
 T = TypeVar("T")
@@ -349,6 +353,28 @@ class GuardedTier:
         self._failed_jobs += 1
         if self._failed_jobs % _LOG_EVERY == 1:
             _LOGGER.warning("tier %r: %s", self.name, failure)
+
+    def judge(self, job: TierJob, block_bytes: int) -> None:
+        """Draw conclusions on the tier's health and speed from a job that has ended."""
+        is_complete = len(job.succeeded) == len(job.metadata.keys)
+        kind = None if job.error is None else job.error.kind
+        activity = Activity.LOAD if job.metadata.is_promotion else Activity.STORE
+        # What is overdue was held against the tier at its deadline, and no success makes up for
+        # it: a tier that is always late would never be left alone. Declined says nothing.
+        if not job.is_overdue and job.was_taken:
+            failure = "" if is_complete or kind in _HARMLESS else job.describe_failure()
+            if is_complete or kind in _ANSWERED:
+                self.health.succeeded(activity)
+            elif failure:
+                self.health.failed(activity, failure)
+            if failure:
+                self.note_failed_job(failure)
+        self.health.settled(job.metadata.job_id)
+        if activity is Activity.STORE:
+            if is_complete:
+                self.pressure.store_ended(job.busy_s, len(job.metadata.keys) * block_bytes)
+            elif not job.is_overdue:
+                self.pressure.store_failed()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Announce a request; an exception, or no policy, is the default policy."""

@@ -43,6 +43,11 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
+try:
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+except ImportError:
+    BackpressureDetector = None
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TESTED_VERSIONS",
+    "BackpressureDetector",
     "CanonicalKVCaches",
     "GPULoadStoreSpec",
     "JobResult",
@@ -78,9 +84,12 @@ __all__ = [
     "TransferJob",
     "TransferResult",
     "block_level_policy",
+    "chunk_bytes",
     "device",
+    "free_slots",
     "hit_source",
-    "instance_id",
+    "init_tier",
+    "job_result",
     "job_slots",
     "new_stats",
     "offloading_event",
@@ -165,16 +174,71 @@ def hit_source(level: str) -> Any:
     return sources.get(level, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
 
-def offloading_event(keys: Sequence[OffloadKey], tier: str | None, *, removed: bool) -> Any:
+def init_tier(
+    tier: Any, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, detector: Any
+) -> None:
+    """Call the constructor of ``SecondaryTierManager`` on one that is being made.
+
+    Args:
+        tier: The tier.
+        offloading_spec: As vLLM has passed it.
+        primary_kv_view: As vLLM has passed it.
+        tier_type: As vLLM has passed it.
+        detector: A ``BackpressureDetector``, or ``None``; this must be ``None`` before 0.31.
+    """
+    more = {} if detector is None else {"backpressure_detector": detector}
+    SecondaryTierManager.__init__(tier, offloading_spec, primary_kv_view, tier_type, **more)
+
+
+def chunk_bytes(offloading_spec: Any) -> int:
+    """Return the bytes of a slot of the primary tier that hold anything, all ranks together."""
+    copies = 1 if offloading_spec.replicated_layout else offloading_spec.config.parallel.world_size
+    return int(offloading_spec.cpu_page_size_per_worker) * copies
+
+
+def free_slots(offloading_spec: Any) -> list[int] | None:
+    """Return the list of slots that the primary tier has got back, to be changed in place.
+
+    ``None`` where this version has no such list.
+    """
+    manager = getattr(offloading_spec, "_manager", None)
+    free = getattr(getattr(manager, "primary_tier", None), "_free_list", None)
+    return free if isinstance(free, list) else None
+
+
+def job_result(
+    job_id: int,
+    *,
+    success: bool,
+    successful_keys: tuple[OffloadKey, ...] | None,
+    transfer_time_s: float,
+    transfer_bytes: int,
+) -> Any:
+    """Return vLLM's ``JobResult``; ``successful_keys`` are those of a load that failed in part."""
+    result = JobResult(job_id, success, successful_keys, transfer_time_s)
+    if hasattr(result, "transfer_bytes"):
+        result.transfer_bytes = transfer_bytes
+    return result
+
+
+def offloading_event(
+    keys: Sequence[OffloadKey], tier: str | None, *, removed: bool, locality: Any = None
+) -> Any:
     """Return vLLM's event of blocks that became present in a tier, or left it.
 
     Args:
         keys: The blocks.
         tier: Name of the tier; ``None`` is the primary tier.
         removed: Whether they left.
+        locality: vLLM's ``Locality`` of the tier's storage, if anybody said so.
     """
-    medium = Medium.CPU if tier is None else Medium.STORAGE
-    return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, ownership=tier)
+    return OffloadingEvent(
+        keys=list(keys),
+        medium=Medium.CPU if tier is None else Medium.STORAGE,
+        removed=removed,
+        locality=locality,
+        ownership=tier,
+    )
 
 
 def new_stats() -> Any:
@@ -184,12 +248,3 @@ def new_stats() -> Any:
     )
 
     return OffloadingConnectorStats()
-
-
-def instance_id(config: Any) -> str:
-    """Return what vLLM drew for this start of an engine, beside the id of the connector's engine.
-
-    Args:
-        config: The ``OffloadingConfig`` of a spec.
-    """
-    return ""
