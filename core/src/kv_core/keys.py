@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Final, NewType
 
@@ -39,6 +40,9 @@ ALL_RANKS: Final = -1
 """Rank of a namespace whose blocks hold the pages of all ranks (scheduler-side tiers)."""
 
 _GROUP_BYTES: Final = 4
+
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
+_MOST_MODEL_CHARS: Final = 100
 
 
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
@@ -258,6 +262,23 @@ class Namespace:
                 del fields[name]
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def folder_name(self) -> str:
+        """``<model>_<12 hex digits of the fingerprint>``: safe as a name of a file or an object.
+
+        The fingerprint tells models apart; the name is for people, so it may be mangled.
+        """
+        model = _UNSAFE.sub("_", self.model)[:_MOST_MODEL_CHARS]
+        if model.startswith("."):
+            # A leading dot would hide the folder, and ".." must not come through in any disguise.
+            model = "_" + model[1:]
+        return f"{model}_{self.fingerprint[:12]}"
+
+    @property
+    def stored_rank(self) -> int:
+        """The rank that names of blocks carry: 0 where every rank's blocks are the same."""
+        return 0 if self.rank == ALL_RANKS or self.layout_parallel_invariant else self.rank
 
     def with_epoch(self, epoch: int, epoch_run: str) -> Namespace:
         """Return the namespace after a weight update: nothing stored before is reachable.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import selectors
+import socket
 import threading
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -110,6 +111,9 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     # asyncio's own way leaves the selector's descriptor open when the next one is not to be had.
     selector = selectors.DefaultSelector()
     try:
+        # A loop that gets no pair of sockets complains again when it is collected, half made.
+        for end in socket.socketpair():
+            end.close()
         return asyncio.SelectorEventLoop(selector)
     except BaseException:
         selector.close()

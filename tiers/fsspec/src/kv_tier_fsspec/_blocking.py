@@ -1,0 +1,202 @@
+"""The tier over a blocking filesystem: local folders, SFTP, memory.
+
+**Who owns what.** Pool threads call the block functions, for one key never two stores at once.
+``_folders`` is a set that they add single names to and never iterate over. Everything else is set
+in :meth:`BlockingFsspecTier.open` and only read afterwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, final
+
+from typing_extensions import override
+
+from kv_core.errors import BlockDamagedError, KVCoreError
+from kv_core.tierkit import FreeSpace, ThreadedTier
+from kv_core.tierkit.objects import TRAILER_BYTES, check_description, describe_namespace
+from kv_tier_fsspec._blocks import ABSENT_ERRORS, Blocks, open_error
+from kv_tier_fsspec._config import Publication
+from kv_tier_fsspec._filesystem import make_filesystem, publication_of
+from kv_tier_fsspec._leftovers import Writer, reclaim_leftovers
+
+if TYPE_CHECKING:
+    from kv_core.contract import OffloadKey
+    from kv_tier_fsspec._config import FsspecConfig
+
+__all__ = ["BlockingFsspecTier"]
+
+# The whole block comes in one read, straight into the slot; a cache would be a copy.
+_UNCACHED: Final = {"cache_type": "none"}
+
+
+@final
+class BlockingFsspecTier(ThreadedTier):
+    """One checksummed object a block, stored in one request or published by rename."""
+
+    config: FsspecConfig
+
+    @override
+    def open(self) -> None:
+        self._fs: Any = make_filesystem(self.config)
+        self._publication = publication_of(self.config)
+        self._blocks = Blocks.of(self.context, self._fs._strip_protocol(self.config.url))
+        self._folders: set[str] = set()
+        object_bytes = self._blocks.format.object_bytes
+        most = max(1, self.config.staging_bytes // (self.config.copies * object_bytes))
+        self._staging = threading.BoundedSemaphore(most)
+        names = self._blocks.names
+        self._writer = Writer(names)
+        self._space: FreeSpace | None = None
+        try:
+            self._settle(names.description)
+            reclaim_leftovers(self._fs, names)
+        except KVCoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - libraries raise anything; it is told, not hidden
+            raise open_error(
+                self.config, error, f"reading and writing {names.description!r}"
+            ) from None
+        if self.config.is_local:
+            self._space = FreeSpace(names.folder, self.config.min_free_bytes, self.context.clock)
+
+    def _settle(self, name: str) -> None:
+        """Check the description that is there, or publish ours: the first read and write."""
+        namespace = self.context.namespace
+        try:
+            found = self._fs.cat_file(name)
+        except ABSENT_ERRORS:
+            self._publish(name, describe_namespace(namespace))
+            found = self._fs.cat_file(name)
+        check_description(found, namespace, where=name)
+
+    @override
+    def close(self) -> None:
+        # No common way to close a filesystem exists; of those that hold a connection, this is how.
+        client = getattr(getattr(self, "_fs", None), "client", None)
+        if client is not None:
+            client.close()
+
+    @override
+    def exists(self, key: OffloadKey) -> bool:
+        try:
+            found = self._fs.info(self._blocks.names.block(key))
+        except ABSENT_ERRORS:
+            return False
+        return bool(found["type"] == "file" and found["size"] == self._blocks.format.object_bytes)
+
+    @override
+    def read_block(self, key: OffloadKey, buffer: memoryview) -> None:
+        name = self._blocks.names.block(key)
+        try:
+            if self._publication is Publication.PUT:
+                # What is stored in one request is read in one: an open file may be shared.
+                with self._staging:
+                    self._blocks.take(key, self._fs.cat_file(name), buffer)
+            else:
+                self._read_file(key, name, buffer)
+        except ABSENT_ERRORS:
+            raise self._blocks.missing(key) from None
+        except IsADirectoryError as error:
+            raise BlockDamagedError(f"block {key.hex()}: {name} is a folder") from error
+
+    def _read_file(self, key: OffloadKey, name: str, buffer: memoryview) -> None:
+        with self._fs.open(name, "rb", block_size=len(buffer), **_UNCACHED) as file:
+            got = _fill(file, buffer)
+            tail = _read_up_to(file, TRAILER_BYTES + 1)
+        self._blocks.format.check_length(key, got + len(tail))
+        self._blocks.format.check(key, buffer, tail)
+
+    @override
+    def write_block(self, key: OffloadKey, data: memoryview) -> int:
+        name = self._blocks.names.block(key)
+        if self._is_stored(key, name):
+            return 0
+        if self._space is not None:
+            self._space.take(self._blocks.format.object_bytes)
+        with self._staging:
+            if self._publication is Publication.PUT:
+                self._publish(name, self._blocks.give(key, data))
+            else:
+                self._publish(name, data, self._blocks.format.trailer(key, data))
+        return len(data)
+
+    def _is_stored(self, key: OffloadKey, name: str) -> bool:
+        start, end = self._blocks.tail_range()
+        try:
+            tail = self._fs.cat_file(name, start=start, end=end)
+        except (OSError, ValueError):
+            # Absent, or too short for the range; what is more serious, the store meets as well.
+            return False
+        return self._blocks.is_tail(key, tail)
+
+    def _publish(self, name: str, *parts: bytes | memoryview) -> None:
+        if self._publication is Publication.PUT:
+            self._fs.pipe_file(name, b"".join(parts))
+            return
+        try:
+            self._publish_by_rename(name, parts)
+        except ABSENT_ERRORS:
+            # The folders were removed under the running tier, to empty the cache perhaps.
+            self._folders.clear()
+            self._publish_by_rename(name, parts)
+
+    def _publish_by_rename(self, name: str, parts: tuple[bytes | memoryview, ...]) -> None:
+        temporary = self._writer.temporary_name()
+        for path in (name, temporary):
+            self._make_folder(path.rpartition("/")[0])
+        try:
+            with self._fs.open(temporary, "wb") as file:
+                for part in parts:
+                    _write_all(file, part)
+            self._fs.mv(temporary, name)
+        except BaseException:
+            with suppress(Exception):  # whatever the storage says now, the first error counts
+                self._fs.rm_file(temporary)
+            raise
+
+    def _make_folder(self, folder: str) -> None:
+        if folder not in self._folders:
+            self._fs.makedirs(folder, exist_ok=True)
+            self._folders.add(folder)
+
+    @override
+    def retire(self, key: OffloadKey) -> None:
+        name = self._blocks.names.block(key)
+        try:
+            self._fs.rm_file(name)
+        except ABSENT_ERRORS:
+            pass
+        except IsADirectoryError:
+            self._fs.rm(name, recursive=True)
+
+
+def _fill(file: Any, buffer: memoryview) -> int:
+    """Read into all of a buffer, or up to the end of the file; return the bytes read."""
+    done = 0
+    while done < len(buffer):
+        got = file.readinto(buffer[done:])
+        if not got:
+            break
+        done += got
+    return done
+
+
+def _read_up_to(file: Any, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        more = file.read(count - len(found))
+        if not more:
+            break
+        found += more
+    return found
+
+
+def _write_all(file: Any, part: bytes | memoryview) -> None:
+    """Write all of a part: a file without a buffer may take less than it is given."""
+    rest = memoryview(part)
+    while rest:
+        # Files that take everything return nothing, or the number.
+        taken = file.write(rest)
+        rest = rest[len(rest) if taken is None else taken :]

@@ -1,0 +1,149 @@
+"""Settings of the fsspec tier."""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import Field, Secret, field_validator
+from typing_extensions import override
+
+from kv_core.errors import ConfigError
+from kv_core.tierkit import TierKitConfig
+from kv_core.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["FsspecConfig", "Publication"]
+
+_MASK: Final = "**********"
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_LOCAL: Final = frozenset({"file", "local"})
+_SECRET_NAME: Final = re.compile(
+    r"key|secret|token|pass|pwd|sas|cred|connection_string|signature|auth", re.IGNORECASE
+)
+
+# A store holds a block and its copy; a client library that assembles what it receives, two.
+_COPIES: Final = 3
+
+
+class Publication(enum.Enum):
+    """How a block appears, so that no reader ever sees a part of it."""
+
+    AUTO = "auto"
+    """What is known of the protocol; a protocol that nothing is known of is refused."""
+    PUT = "put"
+    """The whole object in one request, as object stores do it."""
+    RENAME = "rename"
+    """A temporary file, renamed: on filesystems whose rename replaces atomically."""
+
+
+class FsspecConfig(TierKitConfig):
+    """What an operator can set."""
+
+    url: str
+    """Where the blocks lie: 'file:///mnt/kv', 's3://bucket/prefix', 'sftp://host/path', ... No
+    credentials in here; they belong into 'storage_options'.
+    """
+    storage_options: Secret[dict[str, Any]] = Field(default_factory=lambda: Secret({}))
+    """Options of the filesystem, as its documentation names them. Shown nowhere."""
+    publication: Publication = Publication.AUTO
+    """How blocks appear: 'put' (the whole object in one request), 'rename' (a temporary file,
+    renamed), or 'auto'.
+    """
+    staging_bytes: int = Field(default=2**28, ge=2**16)
+    """Most memory for copies of blocks in flight; a third of it is the largest block. Bytes, or
+    text such as '256MiB'.
+    """
+    min_free_bytes: int = Field(default=2**30, ge=1)
+    """With 'file://' only: stores are declined while the file system has less free than this."""
+
+    @property
+    def protocol(self) -> str:
+        """The scheme of the URL, in lower case."""
+        return self._split()[0]
+
+    @property
+    def path(self) -> str:
+        """What follows the scheme, as written."""
+        return self._split()[1]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the URL names a folder of this machine."""
+        return self.protocol in _LOCAL
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether the blocks end with the tier."""
+        return self.protocol == "memory"
+
+    @property
+    def most_block_bytes(self) -> int:
+        """Largest block whose transfer stays within ``staging_bytes``."""
+        return self.staging_bytes // _COPIES
+
+    @property
+    def copies(self) -> int:
+        """Bytes of memory that a transfer takes, in lengths of its object."""
+        return _COPIES
+
+    @override
+    def hide_secrets(self, text: str) -> str:
+        hidden = super().hide_secrets(text)
+        for secret in sorted(set(_secret_leaves(self.storage_options.get_secret_value(), "")))[
+            ::-1
+        ]:
+            hidden = hidden.replace(secret, _MASK)
+        return hidden
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        match = _SCHEME.fullmatch(url)
+        if match is None:
+            raise ConfigError(
+                "'url' must begin with a protocol, as in 'file:///mnt/kv' or 's3://bucket/prefix'",
+                setting="url",
+            )
+        if "::" in url:
+            raise ConfigError(
+                "'url' chains several filesystems ('::'), and what a cache in between remembers "
+                "would be taken for what is stored; name one filesystem",
+                setting="url",
+            )
+        protocol, path = match[1].lower(), match[2]
+        host = path.partition("/")[0]
+        if protocol not in _LOCAL and ":" in host.rpartition("@")[0]:
+            raise ConfigError(
+                "'url' holds a password, which would be shown wherever the URL is; put it into "
+                "'storage_options'",
+                setting="url",
+            )
+        if not path.strip("/"):
+            what = "a folder" if protocol in _LOCAL else "a bucket or folder"
+            raise ConfigError(f"'url' names no place; add {what} behind '://'", setting="url")
+        return url
+
+    @field_validator("staging_bytes", "min_free_bytes", mode="before")
+    @classmethod
+    def _read_size(cls, value: Any) -> int:
+        return parse_bytes(value, setting="a size")
+
+    def _split(self) -> tuple[str, str]:
+        protocol, _, path = self.url.partition("://")
+        return protocol.lower(), path
+
+
+def _secret_leaves(value: object, name: str) -> Iterator[str]:
+    """Yield the texts below an option whose name says that it is a secret."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _secret_leaves(item, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _secret_leaves(item, name)
+    elif isinstance(value, str) and value and _SECRET_NAME.search(name):
+        yield value
