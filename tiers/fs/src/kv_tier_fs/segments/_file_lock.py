@@ -1,7 +1,8 @@
 """Locks between processes: ``flock`` on a file, which the kernel gives up when the holder dies.
 
 **Who owns what.** A :class:`FileLock` belongs to the thread that took it. Two locks of one file
-exclude each other within a process, too: each has a descriptor of its own.
+exclude each other within a process, too: each has a descriptor of its own. A fork inherits the
+descriptors and would hold the locks beyond the death of its parent: it closes them first thing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+import weakref
 from typing import TYPE_CHECKING, Final, final
 
 from kv_tier_fs._beneath import open_beneath
@@ -25,6 +27,16 @@ __all__ = ["FileLock"]
 _FIRST_PAUSE_S: Final = 0.0005
 _LONGEST_PAUSE_S: Final = 0.02
 
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _let_go_in_fork() -> None:
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_fork)
+
 
 @final
 class FileLock:
@@ -33,6 +45,7 @@ class FileLock:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor: int | None = descriptor
+        _held.add(self)
 
     @classmethod
     def try_take(cls, root: Path, path: Path, *, create: bool) -> FileLock | None:

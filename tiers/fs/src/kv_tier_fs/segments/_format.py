@@ -141,6 +141,13 @@ class IndexHeader:
             raise IndexFormatError("the header fails its checksum")
         return cls(writer, segment, num_slots, block_bytes, digest.hex())
 
+    @staticmethod
+    def is_of_another_version(data: bytes | memoryview) -> bool:
+        """Say whether data begins like an index, but of a version that this one cannot read."""
+        head = bytes(data[: len(_MAGIC) + 4])
+        own = _MAGIC + struct.pack("<I", FORMAT_VERSION)
+        return len(head) == len(own) and head.startswith(_MAGIC) and head != own
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
