@@ -154,11 +154,11 @@ class BatchTier(PooledTier, Generic[StorePlanT, LoadPlanT]):
     # -- for the author of a tier ---------------------------------------------------------------
 
     def run_soon(self, task: Callable[[], None]) -> None:
-        """Run something on a pool thread, after the stores that are waiting. Returns at once.
+        """Run something on a pool thread, before the stores that are waiting. Returns at once.
 
         It is dropped when the tier is shut down first: have :meth:`close` do what must be done.
         """
-        self._pool.submit([task], loads=False)
+        self._pool.submit([task], loads=True)
 
     # -- life -----------------------------------------------------------------------------------
 

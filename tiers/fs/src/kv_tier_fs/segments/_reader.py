@@ -229,7 +229,6 @@ class SegmentReader:
         size = self._block_bytes
         try:
             with self._files.using(segment) as descriptor:
-                self._check_size(segment, descriptor)
                 moved = transfer(
                     self._direct,
                     descriptor,
@@ -252,14 +251,6 @@ class SegmentReader:
                 failures[index] = BlockDamagedError(
                     f"{segment.path} ends before slot {places[index][1]} does"
                 )
-
-    def _check_size(self, segment: Segment, descriptor: int) -> None:
-        found, most = os.fstat(descriptor).st_size, segment.num_slots * self._block_bytes
-        if found > most:
-            raise BlockDamagedError(
-                f"{segment.path} has {found} bytes, more than the {most} that a segment of "
-                f"{segment.num_slots} blocks has"
-            )
 
 
 def _runs(places: Sequence[Place]) -> Iterator[list[int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, TypeAlias, final
 
 from kv_tier_fs._beneath import open_beneath
 from kv_tier_fs._folders import FILE_MODE
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from kv_tier_fs.segments._direct import DirectIO
     from kv_tier_fs.segments._segment import Segment, SegmentName
 
-__all__ = ["SEALED_MODE", "IndexFile", "PayloadFile"]
+__all__ = ["SEALED_MODE", "Batch", "IndexFile", "PayloadFile"]
 
 SEALED_MODE: Final = 0o400
 """Mode of the files of a segment to which nothing will be added: seen by every process at once."""
+
+Batch: TypeAlias = "tuple[Sequence[OffloadKey], Sequence[int], Sequence[int]]"
+"""Keys, slots and checksums of some blocks, in the same order."""
 
 _NO_PREALLOCATION: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
@@ -86,24 +89,25 @@ class IndexFile:
             self.remove()
             raise
 
-    def append(
-        self,
-        kind: int,
-        name: SegmentName,
-        keys: Sequence[OffloadKey],
-        slots: Sequence[int],
-        checksums: Sequence[int],
-    ) -> None:
+    def append(self, kind: int, name: SegmentName, batches: Sequence[Batch]) -> None:
         """Publish what was stored in, or removed from, some slots of a segment.
 
         Raises:
             OSError: Nothing was published.
         """
-        self._write(
-            encode_frames(
-                self._seed, self._end, kind, name.writer, name.number, keys, slots, checksums
+        frames = b""
+        for keys, slots, checksums in batches:
+            frames += encode_frames(
+                self._seed,
+                self._end + len(frames),
+                kind,
+                name.writer,
+                name.number,
+                keys,
+                slots,
+                checksums,
             )
-        )
+        self._write(frames)
 
     def _write(self, data: bytes) -> None:
         written = 0
@@ -181,15 +185,13 @@ class PayloadFile:
         if self._sync:
             os.fdatasync(self._descriptor)
 
-    def publish(
-        self, keys: Sequence[OffloadKey], slots: Sequence[int], checksums: Sequence[int]
-    ) -> None:
+    def publish(self, batches: Sequence[Batch]) -> None:
         """Make what was written findable. One thread at a time.
 
         Raises:
-            OSError: It is not findable.
+            OSError: None of it is findable.
         """
-        self._index.append(FrameKind.STORED, self.segment.name, keys, slots, checksums)
+        self._index.append(FrameKind.STORED, self.segment.name, batches)
 
     def seal(self, used_slots: int) -> None:
         """Give back the space that was not used, and close. Nothing may be in flight.

@@ -28,7 +28,7 @@ from kv_tier_fs.segments._segment import SegmentName, Segments
 from kv_tier_fs.segments._writer import SegmentWriter, WriterPlace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from kv_core.contract import OffloadKey, PrimaryView, TierContext
@@ -65,12 +65,23 @@ class _Unbounded:
 class SegmentStorage:
     """All that a tier of this layout has on disk, and what it knows of it.
 
+    Args:
+        context: What the tier was given.
+        config: Its settings.
+        soon: Runs something on a pool thread, before the stores that are waiting.
+
     Attributes:
         index: Which block is where.
         removals_due: Removals that have yet to be written down.
     """
 
-    def __init__(self, context: TierContext, config: FsConfig) -> None:
+    def __init__(
+        self,
+        context: TierContext,
+        config: FsConfig,
+        soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._soon = soon
         self._config = config
         self._namespace = context.namespace
         self._block_bytes = context.block_bytes
@@ -144,7 +155,7 @@ class SegmentStorage:
             sync=self._config.durability == "data",
         )
         self._writer = SegmentWriter(
-            place, self._segments, _Unbounded(), self._direct, lambda: None
+            place, self._segments, _Unbounded(), self._direct, lambda: None, self._soon
         )
 
     def close(self) -> None:

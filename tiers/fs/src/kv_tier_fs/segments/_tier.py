@@ -80,7 +80,7 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
 
     @override
     def open(self) -> None:
-        self._storage = SegmentStorage(self.context, self.config)
+        self._storage = SegmentStorage(self.context, self.config, self.run_soon)
         self._storage.open(self._source)
         self._index = self._storage.index
         self._index.listen(self._note_stored, self._note_removed)

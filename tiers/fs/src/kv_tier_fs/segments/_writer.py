@@ -2,18 +2,21 @@
 
 **Who owns what.** Any thread may call anything but :meth:`SegmentWriter.close`. ``_lock`` guards
 which segment is current, which of its slots are taken and how many writes are in flight; it is
-held for a few instructions. ``_creating`` is held while a segment is made, for which room may have
-to be found first: only stores that need a new segment wait for it. ``_publishing`` orders the
-appends to the indexes. Whoever ends the last write to a full segment seals it.
+held for a few instructions. ``_creating`` guards ``_spare`` and is held while a segment is made,
+for which room may have to be found first: only stores that need a new segment wait for it.
+``_publishing`` orders the appends to the indexes; who gets it publishes what all others who wait
+for it have queued in ``_unpublished``. Whoever ends the last write to a full segment seals it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, final
 
+from kv_core.errors import BlockDeclinedError
 from kv_tier_fs.segments._format import FrameKind, IndexHeader, payload_checksum
 from kv_tier_fs.segments._segment import SegmentName, segment_path
 from kv_tier_fs.segments._segment_file import IndexFile, PayloadFile
@@ -36,6 +39,9 @@ _REMOVALS: Final = 0
 """Number of the index of removals, which has no payloads."""
 
 _NO_CHECKSUM: Final = 0
+
+_LEAST_SPARE_BYTES: Final = 8 << 20
+"""Smaller segments are made fast, and belong to small capacities, of which one more is a lot."""
 
 
 class Room(Protocol):
@@ -98,7 +104,7 @@ class _Filling:
     Attributes:
         file: Its files.
         next_slot: Slots below are taken.
-        published: Slots below have been published, or failed.
+        published: No slot from here on has been published.
         users: Writes in flight.
         full: Whether no more slots are given out.
     """
@@ -114,15 +120,40 @@ class _Filling:
 
 
 @final
+class _Publication:
+    """Blocks that are written and not yet published.
+
+    Attributes:
+        filling: Their segment.
+        keys: The blocks.
+        part: Where they are.
+        error: Why they could not be published.
+        ended: Whether they have been, or could not be.
+    """
+
+    __slots__ = ("ended", "error", "filling", "keys", "part")
+
+    def __init__(self, filling: _Filling, keys: Sequence[OffloadKey], part: Stored) -> None:
+        self.filling = filling
+        self.keys = keys
+        self.part = part
+        self.error: OSError | None = None
+        self.ended = False
+
+
+@final
 class SegmentWriter:
     """Stores blocks in segments of its own.
+
+    The next segment is made ready when the current one is half full, lest stores wait for it.
 
     Args:
         place: Where and what.
         segments: Told of every new segment.
         room: Asked before every new segment.
         direct: Whether to bypass the page cache.
-        created: Called after a segment was made, on the thread that needed it.
+        created: Called after a segment was made.
+        soon: Runs something on another thread.
     """
 
     def __init__(
@@ -132,16 +163,22 @@ class SegmentWriter:
         room: Room,
         direct: DirectIO,
         created: Callable[[], None],
+        soon: Callable[[Callable[[], None]], None],
     ) -> None:
         self._place = place
         self._segments = segments
         self._room = room
         self._direct = direct
         self._created = created
+        self._soon = soon
         self._lock = threading.Lock()
         self._creating = threading.Lock()
         self._publishing = threading.Lock()
         self._current: _Filling | None = None
+        self._spare: PayloadFile | None = None
+        self._spare_wanted = False
+        self._closed = False
+        self._unpublished: deque[_Publication] = deque()
         self._last_number = _REMOVALS
         self._removals: IndexFile | None = None
 
@@ -184,9 +221,32 @@ class SegmentWriter:
         return stored, failures
 
     def _publish(self, filling: _Filling, keys: Sequence[OffloadKey], part: Stored) -> None:
+        publication = _Publication(filling, keys, part)
+        self._unpublished.append(publication)
         with self._publishing:
-            filling.file.publish(keys, part.slots, part.checksums)
-            filling.published = max(filling.published, part.slots.stop)
+            if not publication.ended:
+                self._publish_all()
+        if publication.error is not None:
+            raise publication.error
+
+    def _publish_all(self) -> None:
+        """Publish what is queued, with one append to each index. ``_publishing`` held."""
+        by_segment: dict[_Filling, list[_Publication]] = {}
+        while self._unpublished:
+            publication = self._unpublished.popleft()
+            by_segment.setdefault(publication.filling, []).append(publication)
+        for filling, group in by_segment.items():
+            error = None
+            try:
+                filling.file.publish([(it.keys, it.part.slots, it.part.checksums) for it in group])
+            except OSError as failure:
+                error = failure
+            else:
+                last = max(it.part.slots.stop for it in group)
+                filling.published = max(filling.published, last)
+            for publication in group:
+                publication.error = error
+                publication.ended = True
 
     def _take(self, wanted: int) -> tuple[_Filling, range]:
         """Take slots, at least one and at most so many, in the current segment or a new one."""
@@ -194,16 +254,36 @@ class SegmentWriter:
             with self._lock:
                 current = self._current
                 if current is not None and not (current.full or current.file.segment.gone):
-                    return current, self._take_in(current, wanted)
+                    slots = self._take_in(current, wanted)
+                    want_spare = not self._spare_wanted and self._is_half_full(current)
+                    self._spare_wanted |= want_spare
+                    break
             with self._creating:
                 if self._current is not current:
                     continue
-                fresh = _Filling(self._create())
+                file, self._spare = self._spare or self._create(), None
                 with self._lock:
-                    self._current = fresh
+                    self._current = _Filling(file)
+                    self._spare_wanted = False
                 if current is not None:
                     self._retire(current)
-            self._created()
+        if want_spare:
+            self._soon(self._make_spare)
+        return current, slots
+
+    def _is_half_full(self, filling: _Filling) -> bool:
+        num_slots = filling.file.segment.num_slots
+        size = num_slots * self._place.block_bytes
+        return size >= _LEAST_SPARE_BYTES and 2 * filling.next_slot > num_slots
+
+    def _make_spare(self) -> None:
+        with self._creating:
+            if self._spare is None and not self._closed:
+                try:
+                    self._spare = self._create()
+                except (BlockDeclinedError, OSError) as error:
+                    # Whoever needs it tries again, and reports what comes of it.
+                    logger.debug("no segment could be made ahead: %s", error)
 
     def _take_in(self, filling: _Filling, wanted: int) -> range:
         start = filling.next_slot
@@ -255,10 +335,12 @@ class SegmentWriter:
             self._last_number = number
             segment = self._segments.add(name, path, place.num_slots)
             try:
-                return PayloadFile(place.root, segment, header, self._direct, sync=place.sync)
+                file = PayloadFile(place.root, segment, header, self._direct, sync=place.sync)
             except BaseException:
                 self._segments.discard(segment)
                 raise
+        self._created()
+        return file
 
     # -- removals -------------------------------------------------------------------------------
 
@@ -276,17 +358,21 @@ class SegmentWriter:
                 )
                 path = segment_path(place.folder, _REMOVALS).with_suffix(".idx")
                 self._removals = IndexFile(place.root, path, header, sync=place.sync)
-            checksums = [_NO_CHECKSUM] * len(keys)
-            self._removals.append(FrameKind.REMOVED, segment.name, keys, slots, checksums)
+            batch = (keys, slots, [_NO_CHECKSUM] * len(keys))
+            self._removals.append(FrameKind.REMOVED, segment.name, [batch])
 
     # -- end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Seal the current segment and close all files. Nothing may be in flight. Idempotent."""
+        with self._creating:
+            self._closed = True
+            spare, self._spare = self._spare, None
         with self._lock:
             current, self._current = self._current, None
-        if current is not None:
-            self._retire(current)
+        for filling in (current, _Filling(spare) if spare is not None else None):
+            if filling is not None:
+                self._retire(filling)
         with self._publishing:
             removals, self._removals = self._removals, None
         if removals is not None:
