@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from kv_core.plugins import TierRegistry
+from kv_core.vllm._logs import log_where_vllm_does
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -42,6 +43,7 @@ def register() -> None:
 def _register() -> None:
     from kv_core.vllm import _compat
 
+    log_where_vllm_does()
     _compat.warn_if_untested()
     if SPEC_NAME not in _compat.registered_specs():
         _compat.OffloadingSpecFactory.register_spec(SPEC_NAME, "kv_core.vllm._spec", SPEC_NAME)

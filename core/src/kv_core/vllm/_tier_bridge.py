@@ -22,6 +22,7 @@ from kv_core.errors import ConfigError, EngineStateError
 from kv_core.plugins import open_tier
 from kv_core.tiering import SingleTier, TierMode, TierOptions
 from kv_core.vllm import _compat
+from kv_core.vllm._logs import log_where_vllm_does
 from kv_core.vllm._namespace import namespace_of
 from kv_core.vllm._slot_quarantine import SlotQuarantine
 from kv_core.vllm._store_gate import store_gate
@@ -79,6 +80,7 @@ class TierBridge(_compat.SecondaryTierManager):  # type: ignore[misc]  # vLLM is
             KVCoreError: The settings cannot be used, something that makes bytes interchangeable is
                 not known, or the storage cannot be opened. The message says what to do.
         """
+        log_where_vllm_does()
         config = offloading_spec.config
         read = read_settings(tier_type, settings, config.extra_config)
         _require_one_host(config.parallel)
