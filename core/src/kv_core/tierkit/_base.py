@@ -136,7 +136,7 @@ class KitTier(SecondaryTierManager):
         self._closed = False
         self._released = False
         self._tickets = itertools.count(1)
-        self._events: deque[tuple[OffloadKey, bool]] = deque()
+        self._events: deque[tuple[Sequence[OffloadKey], bool]] = deque()
         self._warn_kept = Occasionally(context.clock)
         self._warn_retire = Occasionally(context.clock)
         self._store_failures = 0
@@ -224,24 +224,25 @@ class KitTier(SecondaryTierManager):
 
     # -- for the author of a tier ---------------------------------------------------------------
 
-    def note_stored(self, key: OffloadKey) -> None:
-        """Note that a block became present. Thread-safe.
+    def note_stored(self, *keys: OffloadKey) -> None:
+        """Note that blocks became present. Thread-safe.
 
         Call it under the lock that orders the changes of the tier, or events of one key may
         come out in the wrong order.
         """
         if self.emits_events:
-            self._events.append((key, False))
+            self._events.append((keys, False))
 
-    def note_removed(self, key: OffloadKey) -> None:
-        """Note that a block left the tier, by eviction for example. Thread-safe.
+    def note_removed(self, *keys: OffloadKey) -> None:
+        """Note that blocks left the tier, by eviction for example. Thread-safe.
 
-        Remembered lookups of the key are forgotten. Call it as :meth:`note_stored` says, and
+        Remembered lookups of the keys are forgotten. Call it as :meth:`note_stored` says, and
         not before the tier is open.
         """
-        self._lookups.removed(key, next(self._tickets))
+        for key in keys:
+            self._lookups.removed(key, next(self._tickets))
         if self.emits_events:
-            self._events.append((key, True))
+            self._events.append((keys, True))
 
     def check_process(self) -> None:
         """Refuse to work in a fork. Call it first in every method of the contract you override.
@@ -379,12 +380,12 @@ class KitTier(SecondaryTierManager):
         run: list[OffloadKey] = []
         run_removed = False
         while self._events:
-            key, removed = self._events.popleft()
+            keys, removed = self._events.popleft()
             if run and removed != run_removed:
                 events.append(OffloadingEvent(tuple(run), self.context.tier_name, run_removed))
                 run = []
             run_removed = removed
-            run.append(key)
+            run += keys
         if run:
             events.append(OffloadingEvent(tuple(run), self.context.tier_name, run_removed))
         return events

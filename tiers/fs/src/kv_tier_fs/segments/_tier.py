@@ -90,12 +90,10 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
         self._storage.close()
 
     def _note_stored(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            self.note_stored(key)
+        self.note_stored(*keys)
 
     def _note_removed(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            self.note_removed(key)
+        self.note_removed(*keys)
 
     # -- the engine's thread --------------------------------------------------------------------
 
