@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from kv_core.connector import CPUOffloadingSpec, RegionRole
+from kv_core.connector import CPUOffloadingSpec, RegionRole, TieringOffloadingSpec
+from kv_core.contract import OffloadKey, ReqContext
 from kv_core.device import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kv_core.engine import CPULoadStoreSpec, GPULoadStoreSpec
 from kv_core.errors import EngineStateError, RegionError
@@ -127,3 +129,36 @@ def test_without_a_role_there_is_nobody_to_wait_for(
     spec.wait_until_attached(0)
     next(spec.get_handlers(pool(0)))
     spec.get_manager()
+
+
+def test_a_failed_copy_of_any_worker_fails_the_block(
+    config: Callable[..., OffloadingConfig], tmp_path: Path
+) -> None:
+    """Engines that do not carry failures learn of them from the region, once for each."""
+    size = BLOCKS * 2 * PAGE_BYTES
+    engine = config(num_workers=2, cpu_bytes_to_use=size, shm_dir=str(tmp_path))
+    scheduler = TieringOffloadingSpec(engine, role=ROLE)
+    worker = TieringOffloadingSpec(engine, role=ROLE.of_worker(1, deadline_s=5))
+    manager, keys = scheduler.get_manager(), [OffloadKey(bytes([n] * 36)) for n in range(3)]
+    context = ReqContext("r")
+    output = manager.prepare_store(keys, context)
+    assert output is not None
+    assert isinstance(output.store_spec, CPULoadStoreSpec)
+    assert scheduler.take_failed(keys) == ()
+    next(worker.get_handlers(pool(0)))
+    worker.mark_failed([int(output.store_spec.block_ids[1])])
+    assert scheduler.take_failed(keys) == [keys[1]]
+    assert scheduler.take_failed(keys) == []
+    worker.shutdown()
+    scheduler.shutdown()
+
+
+def test_a_worker_that_is_stopped_does_not_wait_for_its_scheduler(
+    make_spec: Callable[[RegionRole | None], CPUOffloadingSpec],
+) -> None:
+    """Its engine may have failed to start, and nobody will create the region any more."""
+    stop = threading.Event()
+    stop.set()
+    worker = make_spec(ROLE.of_worker(0, deadline_s=3600, stop=stop))
+    with pytest.raises(RegionError, match="found no region"):
+        next(worker.get_handlers(pool(0)))

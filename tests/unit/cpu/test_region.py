@@ -148,7 +148,7 @@ def test_a_kept_name_is_private_and_locked(tmp_path: Path, geometry: PrimaryGeom
     region = _create(tmp_path, geometry, keep_name=True)
     status = region.path.stat()
     assert status.st_mode & 0o777 == 0o600
-    assert status.st_size == 4 * 8192 + TRAILER_BYTES
+    assert status.st_size == 4 * 8192 + 4096 + TRAILER_BYTES
     with region.path.open("rb") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert region.unlink_name() is True
@@ -157,9 +157,9 @@ def test_a_kept_name_is_private_and_locked(tmp_path: Path, geometry: PrimaryGeom
 
 
 def test_the_trailer_says_what_the_region_is(tmp_path: Path, geometry: PrimaryGeometry) -> None:
-    """The page after the last row holds counts, sizes, namespace and nonce."""
+    """The last page holds counts, sizes, namespace and nonce."""
     region = _create(tmp_path, geometry, keep_name=True)
-    found = RegionTrailer.unpack(region.path.read_bytes()[4 * 8192 :])
+    found = RegionTrailer.unpack(region.path.read_bytes()[-TRAILER_BYTES:])
     assert found == region.trailer
     assert found == RegionTrailer(2, 4, 3000, 8192, NAMESPACE, region.trailer.nonce)
     region.close()
@@ -275,10 +275,10 @@ def test_kill_between_creation_and_unlink_is_reclaimed(
     """The file of a killed creator is a leftover, and the next start takes its place."""
     _kill_after_creation(tmp_path, "keep")
     leftover = tmp_path / region_name("engine-0")
-    trailer_of_the_dead = RegionTrailer.unpack(leftover.read_bytes()[4 * 8192 :])
+    trailer_of_the_dead = RegionTrailer.unpack(leftover.read_bytes()[-TRAILER_BYTES:])
     assert trailer_of_the_dead is not None
     region = _create(tmp_path, geometry, keep_name=True)
-    assert region.trailer == RegionTrailer.unpack(leftover.read_bytes()[4 * 8192 :])
+    assert region.trailer == RegionTrailer.unpack(leftover.read_bytes()[-TRAILER_BYTES:])
     assert region.trailer.nonce != trailer_of_the_dead.nonce
     region.close()
     assert list(tmp_path.iterdir()) == []
@@ -332,7 +332,7 @@ def test_too_little_space_is_said_before_anything_is_mapped(
     large = dataclasses.replace(geometry, num_blocks=8)
     with pytest.raises(InsufficientSpaceError, match="cpu_bytes_to_use") as caught:
         _create(small_tmpfs, large)
-    assert caught.value.needed_bytes == 8 * 8192 + TRAILER_BYTES
+    assert caught.value.needed_bytes == 8 * 8192 + 4096 + TRAILER_BYTES
     assert caught.value.available_bytes == 65536
     assert list(small_tmpfs.iterdir()) == []
     region = _create(small_tmpfs, geometry)
@@ -360,7 +360,7 @@ def test_space_that_goes_while_it_is_taken_is_the_same_error(
     monkeypatch.setattr(os, "posix_fallocate", fail)
     with pytest.raises(InsufficientSpaceError) as caught:
         _create(tmp_path, geometry)
-    assert caught.value.needed_bytes == 4 * 8192 + TRAILER_BYTES
+    assert caught.value.needed_bytes == 4 * 8192 + 4096 + TRAILER_BYTES
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,7 +16,7 @@ from kv_core.cpu._attendance import CREATOR, Attendance, attached, ready
 from kv_core.cpu._joining import Poll
 from kv_core.cpu._region import region_name
 from kv_core.cpu._region_file import RegionFile
-from kv_core.cpu._trailer import RegionTrailer
+from kv_core.cpu._trailer import TRAILER_BYTES, RegionTrailer
 from kv_core.errors import ConfigError, RegionError
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def test_a_worker_waits_for_the_trailer(engine: Engine, clock: Clock) -> None:
     """No state of an unfinished region is taken for a finished one."""
     file = RegionFile.create(engine.path)
     packed = engine.trailer.pack()
-    end = engine.geometry.num_blocks * engine.geometry.row_stride
+    end = engine.geometry.region_bytes - TRAILER_BYTES
     clock.due = [
         lambda: Attendance(file.descriptor).take(CREATOR),
         lambda: file.allocate(engine.geometry.region_bytes),

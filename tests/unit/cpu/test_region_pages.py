@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import re
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -96,6 +97,15 @@ def test_a_deadline_that_is_no_number_has_passed() -> None:
     assert pauses == [0.001]
 
 
+def test_a_wait_that_is_stopped_ends_before_its_deadline() -> None:
+    """A worker that is shut down while it waits for its scheduler does not hold it up."""
+    stop = threading.Event()
+    poll = Poll(3600.0, stop=stop)
+    assert poll.pause() is True
+    stop.set()
+    assert poll.pause() is False
+
+
 # -- pages --------------------------------------------------------------------------------------
 
 
@@ -170,7 +180,8 @@ def test_each_process_makes_its_own_pages_present(tmp_path: Path) -> None:
         [trailer_bytes],
         [trailer_bytes, half],
         [trailer_bytes, half, half],
-        [half, half, 2 * half + trailer_bytes],
+        # With the page of the marks.
+        [half, half, 2 * half + PAGE + trailer_bytes],
     ]
     for region in (*workers, scheduler):
         region.close()

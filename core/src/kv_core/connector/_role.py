@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
-from typing import Final, final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, final
+
+if TYPE_CHECKING:
+    import threading
 
 __all__ = ["RegionRole"]
 
@@ -27,22 +30,27 @@ class RegionRole:
         nonce: 16 bytes that all processes of one start have in common, drawn anew for each start.
         worker: Rank among the workers; ``None`` is the scheduler.
         deadline_s: Seconds that a worker waits for the scheduler to create the primary tier.
+        stop: Ends that wait early; belongs to the worker's process and does not travel.
     """
 
     nonce: bytes
     worker: int | None = None
     deadline_s: float = 60.0
+    stop: threading.Event | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of_scheduler(cls) -> RegionRole:
         """Return the role of the scheduler in a start that begins now."""
         return cls(nonce=secrets.token_bytes(_NONCE_BYTES))
 
-    def of_worker(self, worker: int, *, deadline_s: float = 60.0) -> RegionRole:
+    def of_worker(
+        self, worker: int, *, deadline_s: float = 60.0, stop: threading.Event | None = None
+    ) -> RegionRole:
         """Return the role of a worker in the same start.
 
         Args:
             worker: Its rank.
             deadline_s: Seconds to wait for the scheduler.
+            stop: Ends the wait as the deadline does, when another thread sets it.
         """
-        return replace(self, worker=worker, deadline_s=deadline_s)
+        return replace(self, worker=worker, deadline_s=deadline_s, stop=stop)

@@ -37,7 +37,7 @@ from kv_core.plugins import TierRegistry, check_tier, open_tier, require_space_l
 from kv_core.tiering import TieringOffloadingManager, TierMode, TierOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kv_core.contract import Clock
     from kv_core.device.copy import CopyBackend, HostRegistrar
     from kv_core.engine import LoadStoreSpec, OffloadingConfig, OffloadingHandler, OffloadingManager
-    from kv_core.keys import Namespace
+    from kv_core.keys import Namespace, OffloadKey
     from kv_core.plugins import OpenTier, TierSettings
     from kv_core.tiering import JobObserver
 
@@ -146,6 +146,7 @@ class HostBackedSpec(OffloadingSpec):
             worker=role.worker,
             shm_dir=shm_dir,
             deadline_s=role.deadline_s,
+            stop=role.stop,
         )
 
     def wait_until_attached(self, deadline_s: float = 60.0) -> None:
@@ -161,6 +162,17 @@ class HostBackedSpec(OffloadingSpec):
         """
         if self._role is not None:
             self._open_region().wait_until_attached(deadline_s)
+
+    def mark_failed(self, block_ids: Iterable[int]) -> None:
+        """Note, in a worker's process, that copies into slots have failed.
+
+        For engines that do not carry failures from their workers to their scheduler: mark first,
+        then report the end of the copies.
+
+        Args:
+            block_ids: Slots.
+        """
+        self._open_region().mark_failed(block_ids)
 
     @abstractmethod
     def _create_manager(self) -> OffloadingManager:
@@ -375,6 +387,22 @@ class TieringOffloadingSpec(HostBackedSpec):
             reopen=self._reopen,
         )
         return self._tiering
+
+    def take_failed(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+        """Return, in the scheduler's process, the blocks that a worker could not copy.
+
+        To be asked once, when all workers have reported the end of a store and before
+        ``complete_store``. See :meth:`mark_failed`.
+
+        Args:
+            keys: The blocks of the store.
+        """
+        region, tiering = self._region, self._tiering
+        if region is None or tiering is None or not region.has_failures:
+            return ()
+        slots = {key: tiering.block_id_of(key) for key in keys}
+        failed = set(region.take_failed(slot for slot in slots.values() if slot is not None))
+        return [key for key, slot in slots.items() if slot in failed]
 
     @override
     def shutdown(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kv_core.cpu._row_marks import RowMarks
 from kv_core.cpu._trailer import TRAILER_BYTES
 from kv_core.errors import ConfigError
 
@@ -107,9 +108,14 @@ class PrimaryGeometry:
         )
 
     @property
+    def rows_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_blocks * self.row_stride
+
+    @property
     def region_bytes(self) -> int:
-        """Bytes of shared memory that the region takes: all rows and the trailer page."""
-        return self.num_blocks * self.row_stride + TRAILER_BYTES
+        """Bytes of shared memory that the region takes: rows, a mark for each, the trailer page."""
+        return self.rows_bytes + RowMarks.size_bytes(self.num_blocks) + TRAILER_BYTES
 
     @staticmethod
     def stride_of(worker_page_bytes: int, num_workers: int) -> int:

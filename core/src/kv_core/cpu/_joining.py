@@ -17,6 +17,7 @@ from kv_core.cpu._trailer import TRAILER_BYTES, RegionTrailer
 from kv_core.errors import RegionError
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
     from pathlib import Path
 
@@ -44,6 +45,7 @@ class Poll:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        stop: threading.Event | None = None,
     ) -> None:
         """Begin to wait.
 
@@ -51,9 +53,11 @@ class Poll:
             deadline_s: Seconds from now; 0 allows one look.
             clock: Monotonic seconds.
             sleep: Pauses.
+            stop: Ends the wait before its deadline, and a pause at once, when it is set.
         """
         self._clock = clock
-        self._sleep = sleep
+        self._sleep = sleep if stop is None else stop.wait
+        self._stop = stop
         self._ends_at = clock() + deadline_s
         self._pause_s = _FIRST_PAUSE_S
 
@@ -61,7 +65,7 @@ class Poll:
         """Pause, a little longer each time.
 
         Returns:
-            Whether there is time for another look. If not, there was no pause.
+            Whether there is time for another look. If not, there was no pause, or it was ended.
         """
         left_s = self._ends_at - self._clock()
         # Not "<= 0": a deadline that is no number ends at once rather than never.
@@ -69,7 +73,7 @@ class Poll:
             return False
         self._sleep(min(self._pause_s, left_s))
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        return True
+        return self._stop is None or not self._stop.is_set()
 
 
 def join_region(path: Path, expected: RegionTrailer, worker: int, poll: Poll) -> RegionFile:

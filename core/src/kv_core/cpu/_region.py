@@ -26,11 +26,13 @@ from kv_core.cpu._joining import Poll, join_region
 from kv_core.cpu._prefault import map_file, populate, worker_spans
 from kv_core.cpu._progress import Progress
 from kv_core.cpu._region_file import RegionFile, remove_leftover
-from kv_core.cpu._trailer import NONCE_BYTES, RegionTrailer
+from kv_core.cpu._row_marks import RowMarks
+from kv_core.cpu._trailer import NONCE_BYTES, TRAILER_BYTES, RegionTrailer
 from kv_core.errors import RegionError
 
 if TYPE_CHECKING:
     import mmap
+    import threading
     from collections.abc import Callable, Iterable
 
     import numpy.typing as npt
@@ -46,7 +48,7 @@ _NAME_PREFIX: Final = "kv_core_"
 
 @final
 class SharedOffloadRegion:
-    """Owns one process's mapping of a region: ``num_blocks`` rows and a trailer page.
+    """Owns one process's mapping of a region: ``num_blocks`` rows, their marks and a trailer page.
 
     Row ``b`` holds the page of worker 0 of block ``b``, then of worker 1, and so on, then
     padding. Within a worker's page, layers lie in the order of :meth:`create_next_view`.
@@ -105,7 +107,8 @@ class SharedOffloadRegion:
                 self._populate([(0, geometry.region_bytes)])
             # Last: whoever reads it may use the rows.
             packed = trailer.pack()
-            self._mapping[self._rows_bytes : self._rows_bytes + len(packed)] = packed
+            start = geometry.region_bytes - TRAILER_BYTES
+            self._mapping[start : start + len(packed)] = packed
         except BaseException:
             self.close()
             raise
@@ -121,6 +124,7 @@ class SharedOffloadRegion:
         worker: int,
         shm_dir: Path = DEFAULT_SHM_DIR,
         deadline_s: float = 60.0,
+        stop: threading.Event | None = None,
     ) -> SharedOffloadRegion:
         """Map the region that the scheduler of this engine created, as one of its workers.
 
@@ -137,6 +141,7 @@ class SharedOffloadRegion:
             shm_dir: As the scheduler's.
             deadline_s: Seconds to wait for the region; 0 looks once. Reserving the memory of a
                 large region takes a while: about a second for each 2 GiB.
+            stop: Ends the wait as the deadline does, when another thread sets it.
 
         Raises:
             RegionError: The region did not appear in time, or is no longer to be found; it has
@@ -145,7 +150,9 @@ class SharedOffloadRegion:
         """
         _require_worker(geometry, worker)
         trailer = RegionTrailer.of(geometry, namespace_fingerprint, nonce)
-        file = join_region(shm_dir / region_name(engine_id), trailer, worker, Poll(deadline_s))
+        file = join_region(
+            shm_dir / region_name(engine_id), trailer, worker, Poll(deadline_s, stop=stop)
+        )
         region = cls.__new__(cls)
         region._adopt(file, geometry, trailer, worker=worker)
         try:
@@ -169,7 +176,7 @@ class SharedOffloadRegion:
         self.path = file.path
         self.worker = worker
         self._file = file
-        self._rows_bytes = geometry.num_blocks * geometry.row_stride
+        self._rows_bytes = geometry.rows_bytes
         self._used_bytes = [0] * geometry.num_workers
         self._is_complete = False
         self._mapping = None
@@ -320,6 +327,30 @@ class SharedOffloadRegion:
         view = rows.reshape(geometry.num_blocks, -1)[:, start : start + page_bytes]
         self._used_bytes[worker] += page_bytes
         return view
+
+    def mark_failed(self, block_ids: Iterable[int]) -> None:
+        """Note, in a worker, that copies into blocks have failed, before it reports their end.
+
+        Args:
+            block_ids: Rows, in range.
+        """
+        self._marks().set(block_ids)
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a worker has ever marked a block as failed."""
+        return self._marks().has_any
+
+    def take_failed(self, block_ids: Iterable[int]) -> list[int]:
+        """Return, in the scheduler, those blocks whose copy failed on a worker; forgets them.
+
+        Args:
+            block_ids: Rows, in range, whose copies have ended on all workers.
+        """
+        return self._marks().take(block_ids)
+
+    def _marks(self) -> RowMarks:
+        return RowMarks(self._open_mapping(), self._rows_bytes)
 
     def create_kv_memoryview(self) -> memoryview:
         """Return all rows: shape ``(num_blocks, row_stride)``, format ``B``, no copy.

@@ -19,7 +19,7 @@ TRAILER_BYTES: Final = 4096
 NONCE_BYTES: Final = 16
 
 _MAGIC: Final = b"kvcorerg"
-_VERSION: Final = 2
+_VERSION: Final = 3
 # Magic, version, workers, blocks, bytes of a worker's page, row stride, namespace, nonce.
 _LAYOUT: Final = struct.Struct(f"<8sIIQQQ32s{NONCE_BYTES}s")
 # Of the bytes before it. Others read while the creator writes: what fits is complete.

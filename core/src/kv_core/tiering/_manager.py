@@ -508,6 +508,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._were_lost(self._promotions.expire(now))
         self._cascades.expire(now)
 
+    def block_id_of(self, key: OffloadKey) -> int | None:
+        """Return the slot of a key that is present or being written, else ``None``."""
+        return self._primary.block_id_of(key)
+
     @property
     def num_jobs_in_flight(self) -> int:
         """Jobs between the primary tier and secondary tiers that have not been reported."""
