@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Final
 
 import kv_core
 from kv_core.contract import Capability, ContractVersion, TierLimits, TierSpec
-from kv_tier_fsspec._config import FsspecConfig
+from kv_tier_fsspec._config import FsspecConfig, ObjectConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kv_core.contract import SecondaryTierManager, TierContext
 
-__all__ = ["IN_PROCESS", "FsspecConfig", "kv_core_conformance_harness", "kv_core_register_tier"]
+__all__ = [
+    "IN_PROCESS",
+    "FsspecConfig",
+    "ObjectConfig",
+    "kv_core_conformance_harness",
+    "kv_core_register_tier",
+]
 
 # The tier removes nothing but damaged objects, so every block stays findable.
 _RETAINED_BLOCKS: Final = 1 << 40

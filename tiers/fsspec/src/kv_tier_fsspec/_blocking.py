@@ -43,9 +43,9 @@ class BlockingFsspecTier(ThreadedTier):
         self._publication = publication_of(self.config)
         self._blocks = Blocks.of(self.context, self._fs._strip_protocol(self.config.url))
         self._folders: set[str] = set()
-        object_bytes = self._blocks.format.object_bytes
-        most = max(1, self.config.staging_bytes // (self.config.copies * object_bytes))
-        self._staging = threading.BoundedSemaphore(most)
+        self._staging = threading.BoundedSemaphore(
+            self.config.most_transfers(self._blocks.format.object_bytes)
+        )
         names = self._blocks.names
         self._writer = Writer(names)
         self._space: FreeSpace | None = None

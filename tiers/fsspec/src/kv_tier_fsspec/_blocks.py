@@ -9,8 +9,10 @@ from kv_core.errors import BlockDamagedError, BlockMissingError, TierOpenError
 from kv_core.tierkit.objects import TRAILER_BYTES, ObjectFormat, ObjectNames
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from kv_core.contract import OffloadKey, TierContext
-    from kv_tier_fsspec._config import FsspecConfig
+    from kv_tier_fsspec._config import ObjectConfig
 
 __all__ = ["ABSENT_ERRORS", "Blocks", "open_error"]
 
@@ -42,7 +44,7 @@ class Blocks:
         """Return the error for a block that has no object."""
         return BlockMissingError(f"block {key.hex()} has no object {self.names.block(key)}")
 
-    def take(self, key: OffloadKey, found: bytes, buffer: memoryview) -> None:
+    def take(self, key: OffloadKey, found: Buffer, buffer: memoryview) -> None:
         """Check what was read and put the payload into a slot.
 
         Args:
@@ -53,8 +55,8 @@ class Blocks:
         Raises:
             BlockDamagedError: The object is not the block.
         """
-        self.format.check_length(key, len(found))
         with memoryview(found) as view:
+            self.format.check_length(key, view.nbytes)
             buffer[:] = view[: self.format.payload_bytes]
             # In the slot: what is checked is what will be used.
             self.format.check(key, buffer, view[self.format.payload_bytes :])
@@ -82,7 +84,7 @@ class Blocks:
         return True
 
 
-def open_error(config: FsspecConfig, error: BaseException, doing: str) -> TierOpenError:
+def open_error(config: ObjectConfig, error: BaseException, doing: str) -> TierOpenError:
     """Return what an operator reads when the storage cannot be used.
 
     Args:
@@ -91,12 +93,14 @@ def open_error(config: FsspecConfig, error: BaseException, doing: str) -> TierOp
         doing: What was tried, as in "writing 'x' failed".
     """
     text = " ".join(config.hide_secrets(str(error)).split()) or "no message"
-    advice = "Check 'url' and 'storage_options', and that the storage answers"
+    advice = (
+        "Check where the settings point to, and their credentials, and that the storage answers"
+    )
     if isinstance(error, PermissionError):
-        advice = "The storage refuses access: check the credentials in 'storage_options', and what "
-        advice += "they are allowed to do"
+        advice = "The storage refuses access: check the credentials, and what they are allowed to "
+        advice += "do"
     elif isinstance(error, ABSENT_ERRORS):
-        advice = "The place that 'url' names does not exist and cannot be made"
+        advice = "The place that the settings name does not exist and cannot be made"
     elif isinstance(error, TimeoutError):
-        advice = "The storage does not answer: check the host in 'url', and the network"
+        advice = "The storage does not answer: check the host, and the network"
     return TierOpenError(f"{doing} failed: {type(error).__name__}: {text}. {advice}")

@@ -16,7 +16,7 @@ from kv_core.units import parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["FsspecConfig", "Publication"]
+__all__ = ["FsspecConfig", "ObjectConfig", "Publication"]
 
 _MASK: Final = "**********"
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -40,8 +40,31 @@ class Publication(enum.Enum):
     """A temporary file, renamed: on filesystems whose rename replaces atomically."""
 
 
-class FsspecConfig(TierKitConfig):
-    """What an operator can set."""
+class ObjectConfig(TierKitConfig):
+    """What an operator can set of every tier over object storage."""
+
+    staging_bytes: int = Field(default=2**28, ge=2**16)
+    """Most memory for copies of blocks in flight; a third of it is the largest block. Bytes, or
+    text such as '256MiB'.
+    """
+
+    @property
+    def most_block_bytes(self) -> int:
+        """Largest block whose transfer stays within ``staging_bytes``."""
+        return self.staging_bytes // _COPIES
+
+    def most_transfers(self, object_bytes: int) -> int:
+        """Return how many objects may be in flight for their copies to fit ``staging_bytes``."""
+        return max(1, self.staging_bytes // (_COPIES * object_bytes))
+
+    @field_validator("staging_bytes", mode="before")
+    @classmethod
+    def _read_staging(cls, value: Any) -> int:
+        return parse_bytes(value, setting="staging_bytes")
+
+
+class FsspecConfig(ObjectConfig):
+    """What an operator can set of the tier ``fsspec``."""
 
     url: str
     """Where the blocks lie: 'file:///mnt/kv', 's3://bucket/prefix', 'sftp://host/path', ... No
@@ -52,10 +75,6 @@ class FsspecConfig(TierKitConfig):
     publication: Publication = Publication.AUTO
     """How blocks appear: 'put' (the whole object in one request), 'rename' (a temporary file,
     renamed), or 'auto'.
-    """
-    staging_bytes: int = Field(default=2**28, ge=2**16)
-    """Most memory for copies of blocks in flight; a third of it is the largest block. Bytes, or
-    text such as '256MiB'.
     """
     min_free_bytes: int = Field(default=2**30, ge=1)
     """With 'file://' only: stores are declined while the file system has less free than this."""
@@ -79,16 +98,6 @@ class FsspecConfig(TierKitConfig):
     def is_in_process(self) -> bool:
         """Whether the blocks end with the tier."""
         return self.protocol == "memory"
-
-    @property
-    def most_block_bytes(self) -> int:
-        """Largest block whose transfer stays within ``staging_bytes``."""
-        return self.staging_bytes // _COPIES
-
-    @property
-    def copies(self) -> int:
-        """Bytes of memory that a transfer takes, in lengths of its object."""
-        return _COPIES
 
     @override
     def hide_secrets(self, text: str) -> str:
@@ -127,10 +136,10 @@ class FsspecConfig(TierKitConfig):
             raise ConfigError(f"'url' names no place; add {what} behind '://'", setting="url")
         return url
 
-    @field_validator("staging_bytes", "min_free_bytes", mode="before")
+    @field_validator("min_free_bytes", mode="before")
     @classmethod
-    def _read_size(cls, value: Any) -> int:
-        return parse_bytes(value, setting="a size")
+    def _read_floor(cls, value: Any) -> int:
+        return parse_bytes(value, setting="min_free_bytes")
 
     def _split(self) -> tuple[str, str]:
         protocol, _, path = self.url.partition("://")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from fsspec import register_implementation
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
@@ -169,9 +169,6 @@ class FileHarness(_Harness):
 class MemoryHarness(_Harness):
     """fsspec's filesystem in memory. Faults are a gate between it and the tier."""
 
-    reads: ClassVar[tuple[str, ...]] = ("info", "cat_file")
-    writes: ClassVar[tuple[str, ...]] = ("pipe_file", "rm_file")
-
     stall_can_be_interrupted = False
     faults = frozenset({Fault.STALL, Fault.ERROR, Fault.FULL})
 
@@ -218,11 +215,10 @@ class MemoryHarness(_Harness):
 
     def inject(self, subject: Subject, fault: Fault) -> None:
         """Put a gate between the tier and its filesystem, and set it."""
-        tier: Any = subject.tier
-        gate = self._gates.get(tier)
+        gate = self._gates.get(subject.tier)
         if gate is None:
-            gate = self._gates[tier] = FaultGate()
-            tier._fs = gate.guard(tier._fs, reads=self.reads, writes=self.writes)
+            gate = self._gates[subject.tier] = FaultGate()
+            self.guard(subject, gate)
         gate.inject(fault)
 
     def heal(self, subject: Subject) -> None:
@@ -235,6 +231,11 @@ class MemoryHarness(_Harness):
         """Return the filesystem below the tier. Its listings pass no gate."""
         tier: Any = subject.tier
         return tier._fs
+
+    def guard(self, subject: Subject, gate: FaultGate) -> None:
+        """Put a gate in front of the filesystem."""
+        tier: Any = subject.tier
+        tier._fs = gate.guard(tier._fs, reads=("info", "cat_file"), writes=("pipe_file", "rm_file"))
 
     def _object(self, subject: Subject, key: OffloadKey) -> bytes:
         try:
@@ -270,8 +271,6 @@ class _AsyncMemory(AsyncFileSystemWrapper):  # type: ignore[misc]  # fsspec has 
 class AsyncMemoryHarness(MemoryHarness):
     """The asynchronous tier, over a filesystem that needs no server."""
 
-    reads = ("_info", "_cat_file")
-    writes = ("_pipe_file", "_rm_file")
     stall_can_be_interrupted = True
 
     @override
@@ -285,4 +284,12 @@ class AsyncMemoryHarness(MemoryHarness):
 
     @override
     def memory(self, subject: Subject) -> Any:
-        return super().memory(subject).sync_fs
+        tier: Any = subject.tier
+        return tier._store.fs.sync_fs
+
+    @override
+    def guard(self, subject: Subject, gate: FaultGate) -> None:
+        tier: Any = subject.tier
+        tier._store.fs = gate.guard(
+            tier._store.fs, reads=("_info", "_cat_file"), writes=("_pipe_file", "_rm_file")
+        )

@@ -1,0 +1,119 @@
+"""The tier over an object store.
+
+**Who owns what.** Everything here runs on the loop's thread, which owns the store. What a client
+library starts for itself, its store ends in ``close``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from typing_extensions import override
+
+from kv_core.errors import KVCoreError
+from kv_core.tierkit import AsyncioTier
+from kv_core.tierkit.objects import check_description, describe_namespace
+from kv_tier_fsspec._blocks import ABSENT_ERRORS, Blocks, open_error
+
+if TYPE_CHECKING:
+    from kv_core.contract import OffloadKey
+    from kv_tier_fsspec._config import ObjectConfig
+    from kv_tier_fsspec.store import ObjectStore
+
+__all__ = ["ObjectTier"]
+
+
+class ObjectTier(AsyncioTier):
+    """One checksummed object a block, stored in one request. Write :meth:`make_store`.
+
+    A slot is only ever copied from and to between two awaits, so a transfer that is cancelled has
+    let go of it: derived tiers declare ``Capability.WITHDRAWS_IO``.
+    """
+
+    withdraws_io: ClassVar[bool] = True
+
+    config: ObjectConfig
+
+    @abstractmethod
+    def make_store(self) -> ObjectStore:
+        """Return the client, not open yet. Called on the event loop."""
+
+    @abstractmethod
+    def root(self, store: ObjectStore) -> str:
+        """Return what the names of all objects begin with, as the store wants it."""
+
+    @override
+    async def open(self) -> None:
+        self._store: ObjectStore = self.make_store()
+        self._blocks = Blocks.of(self.context, self.root(self._store))
+        self._staging = asyncio.Semaphore(
+            self.config.most_transfers(self._blocks.format.object_bytes)
+        )
+        name = self._blocks.names.description
+        try:
+            await self._store.open()
+            await self._settle(name)
+        except KVCoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - libraries raise anything; it is told, not hidden
+            raise open_error(self.config, error, f"reading and writing {name!r}") from None
+
+    async def _settle(self, name: str) -> None:
+        """Check the description that is there, or publish ours: the first read and write."""
+        namespace = self.context.namespace
+        try:
+            found = await self._store.get(name)
+        except ABSENT_ERRORS:
+            await self._store.put(name, describe_namespace(namespace))
+            found = await self._store.get(name)
+        check_description(bytes(found), namespace, where=name)
+
+    @override
+    async def close(self) -> None:
+        store = getattr(self, "_store", None)
+        if store is not None:
+            await store.close()
+
+    @override
+    async def exists(self, key: OffloadKey) -> bool:
+        try:
+            length = await self._store.length(self._blocks.names.block(key))
+        except ABSENT_ERRORS:
+            return False
+        return length == self._blocks.format.object_bytes
+
+    @override
+    async def read_block(self, key: OffloadKey, buffer: memoryview) -> None:
+        async with self._staging:
+            try:
+                found = await self._store.get(self._blocks.names.block(key))
+            except ABSENT_ERRORS:
+                raise self._blocks.missing(key) from None
+            self._blocks.take(key, found, buffer)
+
+    @override
+    async def write_block(self, key: OffloadKey, data: memoryview) -> int:
+        name = self._blocks.names.block(key)
+        async with self._staging:
+            if await self._is_stored(key, name):
+                return 0
+            await self._store.put(name, self._blocks.give(key, data))
+        return len(data)
+
+    async def _is_stored(self, key: OffloadKey, name: str) -> bool:
+        start, end = self._blocks.tail_range()
+        try:
+            tail = await self._store.get_range(name, start, end)
+        except ABSENT_ERRORS:
+            return False
+        except (OSError, ValueError):
+            # An object too short for the range is answered with an error; what is more serious,
+            # the store that follows meets as well.
+            return False
+        return self._blocks.is_tail(key, bytes(tail))
+
+    @override
+    async def retire(self, key: OffloadKey) -> None:
+        await self._store.remove(self._blocks.names.block(key))

@@ -1,0 +1,60 @@
+"""What a tier over object storage needs of a client: six coroutines, and errors told apart.
+
+:class:`ObjectTier` makes a tier of any :class:`ObjectStore`. A package for one kind of storage
+writes a store, which knows its client and what its errors mean, and gets everything else: format,
+integrity, bounded memory, the description of the namespace, what an operator reads when it cannot
+be opened.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kv_tier_fsspec._object_tier import ObjectTier
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["ObjectStore", "ObjectTier"]
+
+
+class ObjectStore(Protocol):
+    """A client of one storage. All methods are called on one event loop, many at a time.
+
+    An object that is not there is :class:`~kv_core.errors.BlockMissingError` or
+    :class:`FileNotFoundError`, and nothing else is: what is refused, throttled, too late or not
+    understood is an error of another type, whose text may be shown to an operator.
+    """
+
+    async def open(self) -> None:
+        """Connect. Called once, before anything else."""
+
+    async def close(self) -> None:
+        """Let go of everything; also after an ``open`` that failed half way."""
+
+    async def length(self, name: str) -> int:
+        """Return the length of an object in bytes.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+
+    async def get(self, name: str) -> Buffer:
+        """Return a whole object.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+
+    async def get_range(self, name: str, start: int, end: int) -> Buffer:
+        """Return the bytes of an object from ``start`` to ``end``, as far as there are any.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
+
+    async def put(self, name: str, data: bytes) -> None:
+        """Store an object, so that readers see all of it or what was there before."""
+
+    async def remove(self, name: str) -> None:
+        """Remove an object; one that is not there is removed already."""
