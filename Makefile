@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
-PACKAGES := core conformance tiers/example tiers/fs
+PACKAGES := core conformance tiers/example tiers/fs tiers/fsspec
 PROJECT_FILES := pyproject.toml $(PACKAGES:%=%/pyproject.toml)
 
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
