@@ -1,0 +1,267 @@
+"""Stores and loads of all contenders over all block and job sizes, taking turns."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from _fs_bench._raw import THREADS, RawDisk, fio_bytes_per_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from _fs_bench._contenders import Contender
+    from _fs_bench._memory import Memory, Plan
+
+__all__ = [
+    "BUDGET_JOB",
+    "RAW",
+    "Scale",
+    "Speeds",
+    "measure_fio",
+    "measure_throughput",
+    "settle",
+]
+
+BUDGET_JOB: Final = 32
+"""Blocks of a job for which there are budgets."""
+
+RAW: Final = "raw"
+
+_SMALL_BYTES: Final = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much work a run does.
+
+    Attributes:
+        block_sizes: Bytes of a block.
+        job_sizes: Blocks of a job.
+        sample_bytes: What one sample moves.
+        small_bytes: The same for blocks up to 64 KiB.
+        single_bytes: What one sample of single loads moves.
+        repeats: Samples of each line.
+    """
+
+    block_sizes: tuple[int, ...]
+    job_sizes: tuple[int, ...]
+    sample_bytes: int
+    small_bytes: int
+    single_bytes: int
+    repeats: int
+
+    def num_blocks(self, block_bytes: int) -> int:
+        """Return the blocks of one sample."""
+        num_bytes = self.small_bytes if block_bytes <= _SMALL_BYTES else self.sample_bytes
+        return num_bytes // block_bytes
+
+
+Line = tuple[str, str, int, int]
+"""Contender, ``store``, ``load`` or ``single``, block bytes, blocks of a job."""
+
+
+class Speeds:
+    """Samples of each line, in bytes per second."""
+
+    def __init__(self) -> None:
+        self._samples: defaultdict[Line, list[float]] = defaultdict(list)
+
+    def add(self, line: Line, num_bytes: int, seconds: float) -> None:
+        """Note a sample."""
+        self._samples[line].append(num_bytes / seconds)
+
+    def median(self, line: Line) -> float | None:
+        """Return the median of a line, or None if it was not measured."""
+        samples = self._samples.get(line)
+        return statistics.median(samples) if samples else None
+
+    def ratio(self, line: Line, other: Line) -> float | None:
+        """Return the median of one line over that of another.
+
+        Of the medians and not the median of ratios: raw speed is the best of several numbers of
+        threads, which would be the luckiest of them in each repeat.
+        """
+        mine, base = self.median(line), self.median(other)
+        return None if mine is None or base is None else mine / base
+
+    def lines(self) -> Iterator[tuple[Line, float]]:
+        """Yield each line with its median."""
+        for line, samples in self._samples.items():
+            yield line, statistics.median(samples)
+
+    def table(self) -> list[dict[str, str | int | float]]:
+        """Return the medians, raw ones as the best of all numbers of threads."""
+        lines: list[dict[str, str | int | float]] = []
+        seen = set()
+        for (name, kind, block_bytes, job_blocks), median in self.lines():
+            is_raw = name.startswith(RAW)
+            shown = RAW if is_raw else name
+            if (shown, kind, block_bytes, job_blocks) in seen:
+                continue
+            seen.add((shown, kind, block_bytes, job_blocks))
+            speed = self.raw(kind, block_bytes) if is_raw else median
+            lines.append(
+                {
+                    "name": shown,
+                    "kind": kind,
+                    "block_bytes": block_bytes,
+                    "job_blocks": job_blocks,
+                    "gb_per_s": round(speed / 1e9, 3),
+                }
+            )
+        return sorted(lines, key=lambda line: (str(line["name"]) != RAW, str(line["name"])))
+
+    def raw(self, kind: str, block_bytes: int) -> float:
+        """Return the best of the raw lines, one for each number of threads."""
+        return max(
+            median
+            for (name, what, size, _), median in self.lines()
+            if name.startswith(RAW) and (what, size) == (kind, block_bytes)
+        )
+
+
+def measure_throughput(
+    folder: Path,
+    memory: Memory,
+    contenders: Sequence[Contender],
+    scale: Scale,
+    random: np.random.Generator,
+    *,
+    direct: bool,
+    say: Callable[[str], None],
+) -> Speeds:
+    """Measure everything, block size by block size; within a repeat all take turns.
+
+    Raises:
+        RuntimeError: A loaded block is not what was stored.
+    """
+    speeds = Speeds()
+    for block_bytes in scale.block_sizes:
+        say(f"blocks of {block_bytes // 1024} KiB")
+        for _ in range(scale.repeats):
+            turns: list[Callable[[], None]] = [
+                partial(
+                    _measure_raw, speeds, folder, memory, block_bytes, scale, random, direct=direct
+                )
+            ]
+            turns += [
+                partial(
+                    _measure_tier,
+                    speeds,
+                    contender,
+                    folder,
+                    memory,
+                    block_bytes,
+                    job,
+                    scale,
+                    random,
+                )
+                for contender in contenders
+                for job in scale.job_sizes
+            ]
+            for turn in random.permutation(len(turns)).tolist():
+                turns[turn]()
+                settle(folder)
+    return speeds
+
+
+def _measure_raw(
+    speeds: Speeds,
+    folder: Path,
+    memory: Memory,
+    block_bytes: int,
+    scale: Scale,
+    random: np.random.Generator,
+    *,
+    direct: bool,
+) -> None:
+    plan = memory.plan(scale.num_blocks(block_bytes), block_bytes, random)
+    num_bytes = len(plan.keys) * block_bytes
+    singles = _single_places(plan, block_bytes, scale, random)
+    for threads in random.permutation(THREADS).tolist():
+        name = f"{RAW} {threads}"
+        disk = RawDisk(folder, memory, plan, block_bytes, direct=direct)
+        try:
+            seconds = disk.store(threads)
+            speeds.add((name, "store", block_bytes, BUDGET_JOB), num_bytes, seconds)
+            seconds = disk.load()
+            speeds.add((name, "load", block_bytes, BUDGET_JOB), num_bytes, seconds)
+            seconds = disk.load_single(singles, threads)
+            speeds.add((name, "single", block_bytes, 1), len(singles) * block_bytes, seconds)
+        finally:
+            disk.close()
+
+
+def _measure_tier(
+    speeds: Speeds,
+    contender: Contender,
+    folder: Path,
+    memory: Memory,
+    block_bytes: int,
+    job_blocks: int,
+    scale: Scale,
+    random: np.random.Generator,
+) -> None:
+    plan = memory.plan(scale.num_blocks(block_bytes), block_bytes, random)
+    num_bytes = len(plan.keys) * block_bytes
+    contender.open(folder / "tier", block_bytes)
+    try:
+        seconds = contender.store(plan.stores(job_blocks))
+        speeds.add((contender.name, "store", block_bytes, job_blocks), num_bytes, seconds)
+        memory.poison()
+        seconds = contender.load(plan.loads(job_blocks))
+        speeds.add((contender.name, "load", block_bytes, job_blocks), num_bytes, seconds)
+        wrong = memory.wrong_blocks(plan, block_bytes)
+        if job_blocks == BUDGET_JOB:
+            places = _single_places(plan, block_bytes, scale, random)
+            loads = plan.single_loads(places)
+            seconds = contender.load(loads)
+            speeds.add(
+                (contender.name, "single", block_bytes, 1), len(loads) * block_bytes, seconds
+            )
+            wrong += memory.wrong_blocks(plan, block_bytes)
+    finally:
+        contender.close()
+    if wrong:
+        raise RuntimeError(
+            f"{contender.name}: {wrong} of {len(plan.keys)} blocks of {block_bytes} bytes came "
+            "back with other bytes than were stored"
+        )
+
+
+def _single_places(
+    plan: Plan, block_bytes: int, scale: Scale, random: np.random.Generator
+) -> list[int]:
+    count = min(len(plan.keys), max(1, scale.single_bytes // block_bytes))
+    places: list[int] = random.permutation(len(plan.keys))[:count].tolist()
+    return places
+
+
+def settle(folder: Path) -> None:
+    """Commit what removals left to be done, so that it does not land in the next sample."""
+    path = folder / "settle"
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def measure_fio(
+    folder: Path, block_sizes: Sequence[int], num_bytes: int
+) -> dict[int, dict[str, float]]:
+    """Return what fio says for each block size; empty where it is not installed."""
+    speeds = {}
+    for block_bytes in block_sizes:
+        found = fio_bytes_per_s(folder, block_bytes, num_bytes)
+        if found is not None:
+            speeds[block_bytes] = found
+    return speeds
