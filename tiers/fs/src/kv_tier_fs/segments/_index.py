@@ -22,6 +22,7 @@ import numpy as np
 from kv_tier_fs.segments._format import FrameKind
 from kv_tier_fs.segments._key_table import NOWHERE, KeyTable
 from kv_tier_fs.segments._segment import NOT_INDEXED, Segment, SegmentName
+from kv_tier_fs.segments._spare_places import Place, SparePlaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from kv_core.contract import OffloadKey
     from kv_tier_fs.segments._format import Frame
 
-__all__ = ["BlockIndex", "Place"]
+__all__ = ["BlockIndex", "Copy", "Place"]
 
-Place: TypeAlias = "tuple[Segment, int, int]"
-"""Where a block is: segment, slot, checksum. A plain tuple, for every block of every load."""
+Copy: TypeAlias = "tuple[OffloadKey, int, int, int]"
+"""A block that was copied: key, slot before, slot now, checksum."""
 
 # Blocks that one apply() takes on: about half a millisecond.
 _APPLIED_AT_ONCE: Final = 512
@@ -43,12 +44,25 @@ _CLEANED_AT_ONCE: Final = 128
 _CLEANED_SHARE: Final = 64
 # Below, filling a table row by row is faster.
 _LEAST_BULK: Final = 256
-_LAST_USE: Final = 0xFFFF_FFFF
+_LAST_USE: Final = 0x7FFF_FFFF
+# Rows that a survey counts in one call to numpy, which holds the interpreter for so long.
+_SURVEYED_AT_ONCE: Final = 1 << 14
 
 _NONE: Final = Segment(SegmentName(b"", 0), Path(), 0)
 _NONE.gone = True
 
 _Rows: TypeAlias = "list[tuple[KeyTable, npt.NDArray[np.int64]]]"
+
+
+class _Copies:
+    """Blocks that were copied from one segment to another."""
+
+    __slots__ = ("blocks", "source", "target")
+
+    def __init__(self, source: Segment, target: Segment, blocks: Sequence[Copy]) -> None:
+        self.source = source
+        self.target = target
+        self.blocks = blocks
 
 
 class _Drop:
@@ -79,8 +93,12 @@ class BlockIndex:
         on_stored: Called with keys that became present.
         on_removed: Called with keys that became absent.
 
+    A use is a number that goes up from job to job. With the latest use of a block goes one bit:
+    whether that was since the block was written to where it is.
+
     Attributes:
-        use_counter: Goes up with every use of blocks.
+        unwanted: Copies of blocks that have been removed while they were copied: to be removed
+            as well, where they are. Any thread may take them from here.
     """
 
     def __init__(
@@ -100,13 +118,14 @@ class BlockIndex:
         self._rows: list[int] = []
         self._free_numbers: list[int] = []
         self._num_blocks = 0
-        # Further places of keys, the latest last, and which keys have one in which segment.
-        self._spares: dict[OffloadKey, list[Place]] = {}
-        self._spares_in: dict[Segment, set[OffloadKey]] = {}
-        self._inbox: deque[tuple[Segment, Frame] | _Drop] = deque()
+        self._spares = SparePlaces()
+        self._inbox: deque[tuple[Segment, Frame] | _Copies | _Drop] = deque()
         self._to_clean: deque[tuple[KeyTable, npt.NDArray[np.int64]]] = deque()
         self._num_to_clean = 0
-        self.use_counter = 1
+        self.unwanted: deque[tuple[OffloadKey, Segment, int]] = deque()
+        self._use = 1
+        # What goes into a column: the use, and the bit.
+        self._used = self._use << 1 | 1
 
     def listen(
         self,
@@ -139,7 +158,7 @@ class BlockIndex:
                 if table.keys.startswith(key, row * table.key_bytes):
                     if self._segments[table.segments[row]].gone:
                         return False
-                    table.uses[row] = self.use_counter
+                    table.uses[row] = self._used
                     return True
             at += 1
         return False
@@ -153,7 +172,8 @@ class BlockIndex:
         segment = self._segments[table.segments[row]]
         if segment.gone:
             return None
-        table.uses[row] = segment.used_at = self.use_counter
+        table.uses[row] = self._used
+        segment.used_at = self._use
         return segment, table.slots[row], table.checksums[row]
 
     def places(self, key: OffloadKey) -> list[Place]:
@@ -165,7 +185,7 @@ class BlockIndex:
             segment = self._segments[table.segments[row]]
             if not segment.gone:
                 found.append((segment, table.slots[row], table.checksums[row]))
-        found.extend(place for place in reversed(self._spares.get(key, ())) if not place[0].gone)
+        found.extend(self._spares.of(key))
         return found
 
     def keys(self) -> Iterator[OffloadKey]:
@@ -177,12 +197,12 @@ class BlockIndex:
 
     # -- uses -----------------------------------------------------------------------------------
 
-    def count_use(self) -> int:
-        """Begin a new use, younger than all before; return its number."""
-        if self.use_counter >= _LAST_USE:
+    def count_use(self) -> None:
+        """Begin a new use, younger than all before."""
+        if self._use >= _LAST_USE:
             self._age()
-        self.use_counter += 1
-        return self.use_counter
+        self._use += 1
+        self._used = self._use << 1 | 1
 
     def use(self, keys: Iterable[bytes]) -> None:
         """Note a use of blocks; unknown ones are ignored."""
@@ -191,11 +211,11 @@ class BlockIndex:
             self.locate(key)
 
     def _age(self) -> None:
-        """Halve all counters, which keeps their order."""
-        self.use_counter //= 2
+        """Halve all uses, which keeps their order."""
+        self._use //= 2
         for table in self._tables.values():
-            uses = np.asarray(table.uses)
-            uses //= 2
+            words = np.asarray(table.uses)
+            words[:] = words >> 2 << 1 | words & 1
         for segment in self._segments:
             segment.used_at //= 2
 
@@ -212,7 +232,7 @@ class BlockIndex:
         if segment.gone:
             return
         self.count_use()
-        self._put(segment, keys, slots, checksums, self.use_counter)
+        self._put(segment, keys, slots, checksums, self._use)
 
     def remove(self, key: OffloadKey, segment: Segment, slot: int) -> bool:
         """Note that a place of a block does not count any more.
@@ -228,9 +248,9 @@ class BlockIndex:
         if current.gone:
             return True
         if current is not segment or table.slots[row] != slot:
-            self._remove_spare(key, segment, slot)
+            self._spares.remove(key, segment, slot)
             return False
-        spare = self._take_spare(key)
+        spare = self._spares.take(key)
         if spare is not None:
             self._leave(table, row)
             self._settle(table, row, *spare)
@@ -268,6 +288,10 @@ class BlockIndex:
         """Queue what a frame says of blocks of a segment. Any thread."""
         self._inbox.append((segment, frame))
 
+    def post_copies(self, source: Segment, target: Segment, blocks: Sequence[Copy]) -> None:
+        """Queue that blocks of a segment are in another one, too. No use of them. Any thread."""
+        self._inbox.append(_Copies(source, target, blocks))
+
     def post_drop(self, segment: Segment) -> None:
         """Mark a segment as gone, and queue that its blocks be forgotten. Any thread."""
         segment.gone = True
@@ -284,6 +308,9 @@ class BlockIndex:
             if isinstance(change, _Drop):
                 self._drop(change)
                 budget -= 1
+            elif isinstance(change, _Copies):
+                self._apply_copies(change)
+                budget -= len(change.blocks)
             else:
                 self._apply_frame(*change)
                 budget -= len(change[1])
@@ -301,25 +328,43 @@ class BlockIndex:
 
     # -- surveys by other threads ---------------------------------------------------------------
 
-    def survey(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]]:
-        """Return segment numbers and uses of all rows, by length of key. Any thread.
+    def survey(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Return how many blocks each segment has and the sum of their latest uses. Any thread.
 
-        Numbers are those of :attr:`Segment.number_in_index`; free rows have :data:`NOWHERE`. The
-        arrays go on changing: copy what has to stay the same.
+        By :attr:`Segment.number_in_index`. The numbers are of slightly different moments.
         """
+        size = len(self._segments)
+        counts = np.zeros(size, dtype=np.int64)
+        sums = np.zeros(size, dtype=np.float64)
         for table in list(self._tables.values()):
-            count = table.num_rows
-            yield np.asarray(table.segments)[:count], np.asarray(table.uses)[:count]
+            segments, words = np.asarray(table.segments), np.asarray(table.uses)
+            for start in range(0, table.num_rows, _SURVEYED_AT_ONCE):
+                piece = slice(start, min(start + _SURVEYED_AT_ONCE, table.num_rows))
+                known = segments[piece] < size
+                numbers = segments[piece][known]
+                counts += np.bincount(numbers, minlength=size)
+                sums += np.bincount(numbers, weights=words[piece][known] >> 1, minlength=size)
+        return counts, sums
 
-    def blocks_in(self, segment: Segment) -> Iterator[tuple[OffloadKey, int, int, int]]:
-        """Return key, slot, checksum and latest use of the blocks of a segment. Any thread.
+    def uses_in(self, segment: Segment) -> npt.NDArray[np.uint32]:
+        """Return the latest uses of the blocks of a segment. Any thread, see :meth:`survey`."""
+        uses = [np.asarray(table.uses)[rows] >> 1 for table, rows in self._rows_in(segment)]
+        return np.concatenate(uses) if uses else np.empty(0, dtype=np.uint32)
 
-        What comes from another thread than the engine's may be wrong in any field: a block has
-        to be read and to pass its checksum under its key before it is believed.
+    def used_blocks_in(self, segment: Segment) -> list[tuple[int, OffloadKey, int, int]]:
+        """Return use, key, slot and checksum of the blocks used since they came to a segment.
+
+        Any thread. What comes from another thread than the engine's may be wrong in any field: a
+        block has to be read and to pass its checksum under its key before it is believed.
         """
+        found = []
         for table, rows in self._rows_in(segment):
-            for row in rows.tolist():
-                yield table.key_at(row), table.slots[row], table.checksums[row], table.uses[row]
+            words = np.asarray(table.uses)[rows]
+            for row, word in zip(rows.tolist(), words.tolist(), strict=True):
+                if word & 1:
+                    slot, checksum = table.slots[row], table.checksums[row]
+                    found.append((word >> 1, table.key_at(row), slot, checksum))
+        return found
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -354,7 +399,10 @@ class BlockIndex:
         checksums: Sequence[int],
         use: int,
     ) -> None:
+        if not keys:
+            return
         segment.used_at = max(segment.used_at, use)
+        number = self._number(segment)
         stored: list[OffloadKey] = []
         for key, slot, checksum in zip(keys, slots, checksums, strict=True):
             table = self._tables.get(len(key)) or self._table(len(key))
@@ -362,10 +410,18 @@ class BlockIndex:
             if row < 0:
                 row = table.add(key)
                 stored.append(key)
+                table.uses[row] = use << 1
             else:
                 self._supersede(table, row, key, segment, slot, stored)
-            self._settle(table, row, segment, slot, checksum)
-            table.uses[row] = max(use, table.uses[row])
+                table.uses[row] = max(use << 1, table.uses[row] & ~1)
+            table.slots[row] = slot
+            table.checksums[row] = checksum
+            table.segments[row] = number
+        # Once for all of them: this is what a store costs the engine's thread.
+        self._rows[number] += len(keys)
+        segment.entered_blocks += len(keys)
+        segment.live_blocks += len(keys)
+        self._num_blocks += len(keys)
         if stored:
             self._on_stored(stored)
 
@@ -385,11 +441,10 @@ class BlockIndex:
         if old.gone:
             # Nobody has been told yet that it went.
             self._on_removed((key,))
-            table.uses[row] = 0
             stored.append(key)
         elif old is not segment or old_slot != slot:
-            self._add_spare(key, (old, old_slot, old_checksum))
-        self._remove_spare(key, segment, slot)
+            self._spares.add(key, (old, old_slot, old_checksum))
+        self._spares.remove(key, segment, slot)
 
     def _settle(
         self, table: KeyTable, row: int, segment: Segment, slot: int, checksum: int
@@ -399,6 +454,7 @@ class BlockIndex:
         table.checksums[row] = checksum
         table.segments[row] = number
         self._rows[number] += 1
+        segment.entered_blocks += 1
         segment.live_blocks += 1
         self._num_blocks += 1
 
@@ -436,6 +492,31 @@ class BlockIndex:
         for key, slot in zip(frame.split_keys(), frame.slots.tolist(), strict=True):
             self.remove(key, segment, slot)
 
+    def _apply_copies(self, copies: _Copies) -> None:
+        source, target = copies.source, copies.target
+        if target.gone:
+            return
+        target.used_at = max(target.used_at, source.used_at)
+        for key, slot_before, slot, checksum in copies.blocks:
+            table = self._tables.get(len(key))
+            row = -1 if table is None else table.find(key)
+            if table is None or row < 0:
+                self.unwanted.append((key, target, slot))
+                continue
+            current = self._segments[table.segments[row]]
+            if current is source and table.slots[row] == slot_before:
+                self._leave(table, row)
+                if not source.gone:
+                    self._spares.add(key, (source, slot_before, checksum))
+                self._settle(table, row, target, slot, checksum)
+                # As old as it was, and to be used once more to be copied once more.
+                table.uses[row] &= ~1
+            elif current is target or current.gone:
+                self._put(target, (key,), (slot,), (checksum,), table.uses[row] >> 1)
+            else:
+                # Stored again meanwhile.
+                self._spares.add(key, (target, slot, checksum))
+
     def _fill(self, key_bytes: int, frames: Sequence[tuple[Segment, Frame]]) -> None:
         table = self._table(key_bytes)
         lengths = [len(frame) for _, frame in frames]
@@ -446,13 +527,14 @@ class BlockIndex:
         np.asarray(table.slots)[rows] = np.concatenate([frame.slots for _, frame in frames])
         np.asarray(table.checksums)[rows] = np.concatenate([frame.checksums for _, frame in frames])
         np.asarray(table.uses)[rows] = np.repeat(
-            np.array([segment.used_at for segment, _ in frames], dtype=np.uint32), lengths
+            np.array([segment.used_at << 1 for segment, _ in frames], dtype=np.uint32), lengths
         )
         numbers[rejected] = NOWHERE
         np.asarray(table.segments)[rows] = numbers
         filled = np.bincount(numbers[~rejected], minlength=len(self._segments)).tolist()
         for number, count in enumerate(filled):
             self._rows[number] += count
+            self._segments[number].entered_blocks += count
             self._segments[number].live_blocks += count
         self._num_blocks += len(table)
         self._put_rejected(frames, rejected)
@@ -474,44 +556,6 @@ class BlockIndex:
                     segment.used_at,
                 )
 
-    # -- further places -------------------------------------------------------------------------
-
-    def _add_spare(self, key: OffloadKey, place: Place) -> None:
-        self._spares.setdefault(key, []).append(place)
-        self._spares_in.setdefault(place[0], set()).add(key)
-
-    def _remove_spare(self, key: OffloadKey, segment: Segment, slot: int) -> None:
-        places = self._spares.get(key)
-        if places is None:
-            return
-        kept = [place for place in places if place[0] is not segment or place[1] != slot]
-        if len(kept) != len(places):
-            self._set_spares(key, kept)
-            if all(place[0] is not segment for place in kept):
-                self._forget_spare_in(segment, key)
-
-    def _take_spare(self, key: OffloadKey) -> Place | None:
-        """Return the latest further place that is not gone, as one no more."""
-        places = self._spares.get(key, ())
-        for place in reversed(places):
-            if not place[0].gone:
-                self._remove_spare(key, place[0], place[1])
-                return place
-        return None
-
-    def _set_spares(self, key: OffloadKey, places: list[Place]) -> None:
-        if places:
-            self._spares[key] = places
-        else:
-            del self._spares[key]
-
-    def _forget_spare_in(self, segment: Segment, key: OffloadKey) -> None:
-        keys = self._spares_in.get(segment)
-        if keys is not None:
-            keys.discard(key)
-            if not keys:
-                del self._spares_in[segment]
-
     # -- segments that are gone -----------------------------------------------------------------
 
     def _rows_in(self, segment: Segment) -> _Rows:
@@ -522,8 +566,7 @@ class BlockIndex:
 
     def _drop(self, drop: _Drop) -> None:
         segment = drop.segment
-        for key in self._spares_in.pop(segment, ()):
-            self._set_spares(key, [p for p in self._spares[key] if p[0] is not segment])
+        self._spares.drop(segment)
         number = segment.number_in_index
         if number == NOT_INDEXED or self._segments[number] is not segment or self._gone[number]:
             return
@@ -559,7 +602,7 @@ class BlockIndex:
 
     def _clean_row(self, table: KeyTable, row: int, removed: list[OffloadKey]) -> None:
         key = table.key_at(row)
-        spare = self._take_spare(key) if self._spares else None
+        spare = self._spares.take(key) if self._spares else None
         self._leave(table, row)
         if spare is not None:
             # Absent for a moment only, of which nobody was told.

@@ -39,6 +39,7 @@ _TAIL: Final = 8
 # Rows whose keys get their memory at once.
 _STEP_ROWS: Final = 4096
 _FIRST_ROWS: Final = 1024
+_ROWS_AT_ONCE: Final = 256
 # Row 0 has no key: a slot of the hash table that is zero is free.
 _FIRST_ROW: Final = 1
 # Keys that are hashed at once: as many objects exist for that moment.
@@ -148,7 +149,10 @@ class KeyTable:
         Args:
             key: A key of the right length that is not in the table.
         """
-        row = self._free.pop() if self._free else self._take_rows(1)
+        if not self._free:
+            first = self._take_rows(_ROWS_AT_ONCE)
+            self._free.extend(range(first + _ROWS_AT_ONCE - 1, first - 1, -1))
+        row = self._free.pop()
         start = row * self.key_bytes
         self.keys[start : start + self.key_bytes] = key
         digest = hash(key)

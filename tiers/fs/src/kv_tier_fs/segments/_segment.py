@@ -1,9 +1,9 @@
 """Segments as one process knows them: its own, and those of every other writer.
 
 **Who owns what.** :class:`Segments` has a lock and may be called from any thread. Of a
-:class:`Segment`, ``pins``, ``live_blocks`` and ``number_in_index`` belong to the engine's thread;
-``gone`` and ``sealed`` only ever change from false to true, and ``used_at`` only grows, so that any
-thread may set them and none needs a lock.
+:class:`Segment`, ``pins``, ``live_blocks``, ``entered_blocks`` and ``number_in_index`` belong to
+the engine's thread, and others may look at them; ``gone`` and ``sealed`` only ever change from
+false to true, and ``used_at`` only grows, so that any thread may set them and none needs a lock.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Segment:
         num_slots: Most blocks that it holds.
         pins: Loads from it that are in flight.
         live_blocks: Blocks that the index finds in it.
+        entered_blocks: Blocks that the index has ever found in it. Zero: what it holds is younger
+            than all that the index knows.
         number_in_index: Where the index has it; :data:`NOT_INDEXED` when it has no block of it.
         used_at: Use counter of the index at the latest use of any of its blocks.
         touched_s: Time of the last use that its file bears, as far as is known; seconds since the
@@ -64,6 +66,7 @@ class Segment:
     """
 
     __slots__ = (
+        "entered_blocks",
         "gone",
         "live_blocks",
         "name",
@@ -82,6 +85,7 @@ class Segment:
         self.num_slots = num_slots
         self.pins = 0
         self.live_blocks = 0
+        self.entered_blocks = 0
         self.number_in_index = NOT_INDEXED
         self.used_at = 0
         self.touched_s = 0.0
