@@ -239,8 +239,8 @@ class VllmTier(SecondaryTierManager):
 def use_vllm_logging() -> None:
     """Keep vLLM's log records from the loggers above, as vLLM's own configuration does.
 
-    They hold the exceptions of failed jobs, whose frames hold slices of the memory, and pytest keeps
-    every record that it sees.
+    They hold the exceptions of failed jobs, whose frames hold slices of the memory, and pytest
+    keeps every record that it sees.
     """
     logging.getLogger("vllm").propagate = False
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, final
 
+from typing_extensions import override
+
 from kv_conformance.harness import BaseHarness, HarnessError
 from kv_core.contract import ContractVersion, TierSpec
 from kv_core.vllm.conformance._adapter import VllmTier, use_vllm_logging
