@@ -198,9 +198,9 @@ def knows_256_requests(workdir: Path) -> Harness:
 _MOST_EVENTS: Final = 100
 
 
-class _Bounded(deque[tuple[OffloadKey, bool]]):
+class _Bounded(deque["tuple[Sequence[OffloadKey], bool]"]):
     @override
-    def append(self, item: tuple[OffloadKey, bool], /) -> None:
+    def append(self, item: tuple[Sequence[OffloadKey], bool], /) -> None:
         if len(self) < _MOST_EVENTS:
             super().append(item)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kv_core.contract import OffloadKey, PrimaryView
     from kv_core.tierkit._base import Lookups
     from kv_core.tierkit._jobs import Chunk, Executor, Job
-    from kv_core.tierkit._lookup import Question
+    from kv_core.tierkit._lookup import AsyncLookup, Question
 
 __all__ = ["AsyncioTier"]
 
@@ -62,6 +62,8 @@ class AsyncioTier(KitTier):
 
     withdraws_io: ClassVar[bool] = False
     open_deadline_s: ClassVar[float] = 30.0
+
+    _lookups: AsyncLookup
 
     # -- to be written --------------------------------------------------------------------------
 
@@ -125,8 +127,8 @@ class AsyncioTier(KitTier):
             slots=self.config.io_threads,
             withdraws_io=self.withdraws_io,
         )
-        self._answers = self._async_lookup(self._prober)
-        return executor, self._answers
+        self._lookups = self._async_lookup(self._prober)
+        return executor, self._lookups
 
     @override
     def _stop(self, timeout_s: float) -> bool:
@@ -166,7 +168,7 @@ class AsyncioTier(KitTier):
         except BaseException as error:  # noqa: BLE001 - the whole batch was not answered
             answers = [without_frames(error)] * len(questions)
         for question, answer in zip(questions, answers, strict=True):
-            self._answers.answer(question, answer)
+            self._lookups.answer(question, answer)
 
     @override
     async def _run_chunk(self, chunk: Chunk) -> None:

@@ -224,25 +224,24 @@ class KitTier(SecondaryTierManager):
 
     # -- for the author of a tier ---------------------------------------------------------------
 
-    def note_stored(self, *keys: OffloadKey) -> None:
-        """Note that blocks became present. Thread-safe.
+    def note_stored(self, key: OffloadKey) -> None:
+        """Note that a block became present. Thread-safe.
 
         Call it under the lock that orders the changes of the tier, or events of one key may
         come out in the wrong order.
         """
         if self.emits_events:
-            self._events.append((keys, False))
+            self._events.append(((key,), False))
 
-    def note_removed(self, *keys: OffloadKey) -> None:
-        """Note that blocks left the tier, by eviction for example. Thread-safe.
+    def note_removed(self, key: OffloadKey) -> None:
+        """Note that a block left the tier, by eviction for example. Thread-safe.
 
-        Remembered lookups of the keys are forgotten. Call it as :meth:`note_stored` says, and
+        Remembered lookups of the key are forgotten. Call it as :meth:`note_stored` says, and
         not before the tier is open.
         """
-        for key in keys:
-            self._lookups.removed(key, next(self._tickets))
+        self._lookups.removed(key, next(self._tickets))
         if self.emits_events:
-            self._events.append((keys, True))
+            self._events.append(((key,), True))
 
     def check_process(self) -> None:
         """Refuse to work in a fork. Call it first in every method of the contract you override.

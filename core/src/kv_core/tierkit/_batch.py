@@ -153,6 +153,16 @@ class BatchTier(PooledTier, Generic[StorePlanT, LoadPlanT]):
 
     # -- for the author of a tier ---------------------------------------------------------------
 
+    def note_all_stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that blocks became present: :meth:`note_stored` for many at the price of one."""
+        if self.emits_events:
+            self._events.append((tuple(keys), False))
+
+    def note_all_removed(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that blocks left the tier: :meth:`note_removed` for many at the price of one."""
+        if self.emits_events:
+            self._events.append((tuple(keys), True))
+
     def run_soon(self, task: Callable[[], None]) -> None:
         """Run something on a pool thread, before the stores that are waiting. Returns at once.
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kv_core.contract import OffloadKey, PrimaryView
     from kv_core.tierkit._base import Lookups
     from kv_core.tierkit._jobs import Chunk, Executor, Job
-    from kv_core.tierkit._lookup import Question
+    from kv_core.tierkit._lookup import AsyncLookup, Question
 
 __all__ = ["ThreadedTier"]
 
@@ -57,6 +57,8 @@ class ThreadedTier(PooledTier):
     """
 
     answers_at_once: bool = False
+
+    _lookups: AsyncLookup
 
     _hooks: ClassVar[tuple[str, ...]] = (
         "exists",
@@ -138,11 +140,11 @@ class ThreadedTier(PooledTier):
 
     @override
     def _start_lookups(self) -> Lookups:
-        self._answers = self._async_lookup(
+        self._lookups = self._async_lookup(
             self._probes, probe_now=self.exists if self.answers_at_once else None
         )
         self._probes.start()
-        return self._answers
+        return self._lookups
 
     @override
     def _stop_lookups(self, timeout_s: float | None) -> bool:
@@ -157,7 +159,7 @@ class ThreadedTier(PooledTier):
         except BaseException as error:  # noqa: BLE001 - the whole batch was not answered
             answers = [without_frames(error)] * len(questions)
         for question, answer in zip(questions, answers, strict=True):
-            self._answers.answer(question, answer)
+            self._lookups.answer(question, answer)
 
     # -- pool threads ---------------------------------------------------------------------------
 

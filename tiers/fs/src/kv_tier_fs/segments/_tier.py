@@ -83,17 +83,11 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
         self._storage = SegmentStorage(self.context, self.config, self.run_soon)
         self._storage.open(self._source)
         self._index = self._storage.index
-        self._index.listen(self._note_stored, self._note_removed)
+        self._index.listen(self.note_all_stored, self.note_all_removed)
 
     @override
     def close(self) -> None:
         self._storage.close()
-
-    def _note_stored(self, keys: Sequence[OffloadKey]) -> None:
-        self.note_stored(*keys)
-
-    def _note_removed(self, keys: Sequence[OffloadKey]) -> None:
-        self.note_removed(*keys)
 
     # -- the engine's thread --------------------------------------------------------------------
 
