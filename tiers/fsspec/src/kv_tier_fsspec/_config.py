@@ -102,9 +102,9 @@ class FsspecConfig(ObjectConfig):
     @override
     def hide_secrets(self, text: str) -> str:
         hidden = super().hide_secrets(text)
-        for secret in sorted(set(_secret_leaves(self.storage_options.get_secret_value(), "")))[
-            ::-1
-        ]:
+        leaves = set(_secret_leaves(self.storage_options.get_secret_value(), ""))
+        # The longest first: one secret may be a part of another.
+        for secret in sorted(leaves, key=len, reverse=True):
             hidden = hidden.replace(secret, _MASK)
         return hidden
 
