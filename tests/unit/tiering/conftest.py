@@ -42,6 +42,7 @@ from kv_core.plugins import OpenTier
 from kv_core.tiering import (
     PARAMS_KEY,
     JobReport,
+    SingleTier,
     TieringConfig,
     TieringOffloadingManager,
     TierOptions,
@@ -434,6 +435,18 @@ class Engine:
             config=TierKitConfig(io_threads=2, job_deadline_s=_KIT_DEADLINE_S),
             clock=self.clock,
             metrics=NullMetrics(),
+        )
+
+    def single(self, *, can_hold_slots: bool = True, **options: Any) -> SingleTier:
+        """Put the first tier under another engine, which has as many slots."""
+        return SingleTier(
+            OpenTier(self.tier.name, self._spec, self._limits, self.tier),
+            num_blocks=self.view.num_blocks,
+            block_bytes=self.view.block_bytes,
+            can_hold_slots=lambda: can_hold_slots,
+            options=TierOptions(**options),
+            config=self.config,
+            clock=self.clock,
         )
 
     def job_finished(self, report: JobReport) -> None:
