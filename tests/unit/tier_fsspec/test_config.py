@@ -153,6 +153,6 @@ class Strict:
 
 def test_options_that_a_filesystem_refuses_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, and without values."""
-    monkeypatch.setattr(_filesystem, "filesystem_class", lambda protocol: Strict)
+    monkeypatch.setattr(_filesystem, "filesystem_class", lambda _: Strict)
     with pytest.raises(TierOpenError, match=r"'memory' refuses its 'storage_options'.*'nonsense'"):
         make_filesystem(config(storage_options={"nonsense": SECRET}))
