@@ -273,6 +273,7 @@ class BlockIndex:
         """
         by_length: dict[int, list[tuple[Segment, Frame]]] = {}
         for segment, frame in frames:
+            self._use = max(self._use, segment.used_at)
             by_length.setdefault(frame.key_bytes, []).append((segment, frame))
         for key_bytes, chosen in by_length.items():
             count = sum(len(frame) for _, frame in chosen)

@@ -1,0 +1,300 @@
+"""Follows what other writers of the namespace store and remove.
+
+**Who owns what.** Before :meth:`Follower.start`, whoever opens the tier calls
+:meth:`Follower.look`; afterwards only the follower's own thread does, and it owns everything here.
+What it finds goes to the engine's thread through the index's queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, final
+
+from kv_core.tierkit import Occasionally
+from kv_tier_fs.segments._format import FrameKind
+from kv_tier_fs.segments._index_reader import IndexReader
+from kv_tier_fs.segments._listing import REMOVALS_NUMBER, list_writer, list_writers
+from kv_tier_fs.segments._segment import Segment, SegmentName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kv_tier_fs.segments._folder import NamespaceFolder
+    from kv_tier_fs.segments._format import Frame, WriterId
+    from kv_tier_fs.segments._index import BlockIndex
+    from kv_tier_fs.segments._listing import Listing
+    from kv_tier_fs.segments._segment import Segments
+    from kv_tier_fs.segments._watch import Watch
+
+__all__ = ["Follower", "News"]
+
+logger = logging.getLogger(__name__)
+
+# A change of a folder so short before it was listed may have been followed by another one with
+# the same time.
+_SETTLED_S: Final = 2.0
+
+
+@final
+@dataclass(slots=True)
+class News:
+    """What has happened since the last look.
+
+    Attributes:
+        stored: Blocks by segment, the oldest index first.
+        removed: Blocks that do not count any more.
+        gone: Segments that are not there any more.
+    """
+
+    stored: list[tuple[Segment, Frame]] = field(default_factory=list)
+    removed: list[Frame] = field(default_factory=list)
+    gone: list[Segment] = field(default_factory=list)
+
+
+class _Index:
+    """One index that is followed.
+
+    Attributes:
+        reader: Reads it.
+        state: Inode, length and time of the file when it was read last.
+        segment: The segment; ``None`` for the index of removals, and for one to be ignored.
+        complete: Whether nothing will come any more.
+    """
+
+    __slots__ = ("complete", "reader", "segment", "state")
+
+    def __init__(self, reader: IndexReader) -> None:
+        self.reader = reader
+        self.state: tuple[int, int, float] | None = None
+        self.segment: Segment | None = None
+        self.complete = False
+
+
+class _Writer:
+    """A writer that is followed.
+
+    Attributes:
+        listed_at_ns: Time of the change of its folder that the listing knows of.
+        settled: Whether no later change can have the same time.
+        indexes: Its indexes, by number of the segment.
+        own_seen: Of the writer that we are ourselves: segments that have been seen.
+    """
+
+    __slots__ = ("indexes", "listed_at_ns", "own_seen", "settled")
+
+    def __init__(self) -> None:
+        self.listed_at_ns = -1
+        self.settled = False
+        self.indexes: dict[int, _Index] = {}
+        self.own_seen: set[int] = set()
+
+
+@final
+class Follower:
+    """Finds out what other processes do.
+
+    Args:
+        folder: Folder of the namespace.
+        block_bytes: Payload bytes of a block.
+        segments: Told of every segment.
+        index: Told of every change.
+        gone: Called with every segment that is not there any more.
+        trust_times: Whether the times of folders can be trusted to show every change, as on a
+            local file system.
+    """
+
+    def __init__(
+        self,
+        folder: NamespaceFolder,
+        block_bytes: int,
+        segments: Segments,
+        index: BlockIndex,
+        gone: Callable[[Segment], None],
+        *,
+        trust_times: bool,
+    ) -> None:
+        self._folder = folder
+        self._block_bytes = block_bytes
+        self._segments = segments
+        self._index = index
+        self._gone = gone
+        self._trust_times = trust_times
+        self._own: WriterId | None = None
+        self._writers: dict[Path, _Writer] = {}
+        self._late: list[Frame] = []
+        self._warn = Occasionally(time.monotonic)
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- one look -------------------------------------------------------------------------------
+
+    def look(self) -> News:
+        """Find out what has happened since the last look.
+
+        What cannot be read now is left for the next look.
+        """
+        news = News()
+        dated: list[tuple[float, Segment, Frame]] = []
+        folders = list_writers(self._folder.path)
+        for folder in folders:
+            try:
+                self._look_at(folder, dated, news)
+            except OSError as error:
+                logger.debug("the writer in %s cannot be followed now: %s", folder, error)
+        for folder in self._writers.keys() - set(folders):
+            self._take_listing(self._writers.pop(folder), list_writer(folder), news)
+        dated.sort(key=lambda entry: entry[0])
+        news.stored = [(segment, frame) for _, segment, frame in dated]
+        return news
+
+    def _look_at(self, folder: Path, dated: list[tuple[float, Segment, Frame]], news: News) -> None:
+        writer = self._writers.setdefault(folder, _Writer())
+        changed_at_ns = folder.stat().st_mtime_ns
+        if not (self._trust_times and writer.settled and writer.listed_at_ns == changed_at_ns):
+            # Its time was taken before the listing: what comes in between is listed again.
+            writer.settled = time.time() - changed_at_ns / 1e9 > _SETTLED_S
+            writer.listed_at_ns = changed_at_ns
+            self._take_listing(writer, list_writer(folder), news)
+        for number, index in writer.indexes.items():
+            if not index.complete:
+                self._read(number, index, dated, news)
+
+    def _take_listing(self, writer: _Writer, listing: Listing, news: News) -> None:
+        if listing.writer == self._own:
+            # Only what others remove is news. A segment is made known before its files are.
+            present = set(listing.indexes)
+            for number in writer.own_seen - present:
+                segment = self._segments.get(SegmentName(listing.writer, number))
+                if segment is not None:
+                    news.gone.append(segment)
+            writer.own_seen = present
+            return
+        for number in writer.indexes.keys() - listing.indexes.keys():
+            segment = writer.indexes.pop(number).segment
+            if segment is not None:
+                news.gone.append(segment)
+        readable = listing.payloads.keys() | {REMOVALS_NUMBER}
+        for number in listing.indexes.keys() & readable - writer.indexes.keys():
+            reader = IndexReader(self._folder.root_dir, listing.indexes[number].path)
+            writer.indexes[number] = _Index(reader)
+
+    def _read(
+        self,
+        number: int,
+        index: _Index,
+        dated: list[tuple[float, Segment, Frame]],
+        news: News,
+    ) -> None:
+        try:
+            status = os.lstat(index.reader.path)
+            sealed = not status.st_mode & 0o200
+            state = (status.st_ino, status.st_size, status.st_mtime)
+            if state == index.state and not sealed:
+                return
+            if index.state is not None and index.state[0] != status.st_ino:
+                # An index of removals that was made anew, without what is moot.
+                index.reader = IndexReader(self._folder.root_dir, index.reader.path)
+            frames = index.reader.read()
+        except FileNotFoundError:
+            return
+        index.state = state
+        header = index.reader.header
+        if header is None:
+            index.complete = sealed or index.reader.is_of_another_version
+            return
+        if not self._is_ours(index.reader, number):
+            index.complete = True
+            return
+        if number == REMOVALS_NUMBER:
+            news.removed.extend(frame for frame in frames if frame.kind == FrameKind.REMOVED)
+            return
+        if index.segment is None:
+            path = index.reader.path.with_suffix(".seg")
+            name = SegmentName(header.writer, number)
+            index.segment = self._segments.add(name, path, header.num_slots)
+        index.segment.sealed |= sealed
+        index.complete = sealed
+        dated.extend(
+            (status.st_mtime, index.segment, frame)
+            for frame in frames
+            if frame.kind == FrameKind.STORED
+            and (frame.writer, frame.segment) == (header.writer, number)
+            and int(frame.slots.max()) < header.num_slots
+        )
+
+    def _is_ours(self, reader: IndexReader, number: int) -> bool:
+        """Say whether an index is what its place says: files may have been swapped or copied."""
+        header = reader.header
+        return header is not None and (
+            header.writer.hex() == reader.path.parent.name
+            and header.segment == number
+            and header.fingerprint == self._folder.fingerprint
+            and header.block_bytes == self._block_bytes
+        )
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def tell(self) -> None:
+        """Look, and queue what there is for the engine's thread."""
+        news = self.look()
+        for segment, frame in news.stored:
+            self._index.post(segment, frame)
+        for frame in (*self._late, *news.removed):
+            target = self._segments.get(SegmentName(frame.writer, frame.segment))
+            if target is not None:
+                self._index.post(target, frame)
+        # A removal may have been read before the store that it is of: once more, after the next.
+        self._late = news.removed
+        for segment in news.gone:
+            if self._segments.discard(segment):
+                self._index.post_drop(segment)
+                self._gone(segment)
+
+    def start(self, own: WriterId | None, watch: Watch, *, interval_s: float, name: str) -> None:
+        """Start to follow in the background.
+
+        Args:
+            own: Our own id as a writer.
+            watch: Waits for changes; the follower closes it.
+            interval_s: How often to look when nothing is heard of changes.
+            name: Name of the thread.
+        """
+        self._own = own
+        self._thread = threading.Thread(
+            target=self._run, args=(watch, interval_s), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, watch: Watch, interval_s: float) -> None:
+        with watch:
+            while not self._stopping.is_set():
+                watch.wait(interval_s, self._others(), self._stopping)
+                if not self._stopping.is_set():
+                    self._tell_guarded()
+
+    def _others(self) -> list[Path]:
+        # Of our own stores we need not be told; what others remove is seen with the next look.
+        own = None if self._own is None else self._own.hex()
+        return [folder for folder in self._writers if folder.name != own]
+
+    def _tell_guarded(self) -> None:
+        try:
+            self.tell()
+        except Exception as error:  # noqa: BLE001 - without the thread, nothing is ever seen again
+            if self._warn.due():
+                logger.warning(
+                    "other writers in %s cannot be followed: %s", self._folder.path, error
+                )
+
+    def stop(self, timeout_s: float) -> bool:
+        """Stop the thread; ``False`` when it is stuck in I/O. Idempotent."""
+        self._stopping.set()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()

@@ -1,0 +1,266 @@
+"""Bounds the space that segments take: room for a new one is made before it is.
+
+Usage is what the folders hold at that moment, of all writers, alive or dead, and nothing that
+anybody remembers: a restart, a crash or another process cannot make it wrong. A segment that was
+just made counts in full before anything is in it.
+
+**Who owns what.** Pool threads call :meth:`Space.room`, one at a time; the lock of the root folder
+is held from the look at the folders until the new segment exists, so the bound holds over all
+processes. The collector calls :meth:`Space.next_victim`. ``disk_bytes`` is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, final
+
+from kv_core.errors import BlockDeclinedError
+from kv_core.units import format_bytes
+from kv_tier_fs.segments._format import HEADER_BYTES
+from kv_tier_fs.segments._leftovers import reclaim_leftovers
+from kv_tier_fs.segments._listing import list_writer, list_writers
+from kv_tier_fs.segments._neighbours import Neighbours
+from kv_tier_fs.segments._victims import Victims
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kv_core.contract import Clock
+    from kv_tier_fs.segments._folder import NamespaceFolder
+    from kv_tier_fs.segments._index import BlockIndex
+    from kv_tier_fs.segments._listing import Listing
+    from kv_tier_fs.segments._segment import Segment, Segments
+
+__all__ = ["Limits", "Space", "index_bytes"]
+
+logger = logging.getLogger(__name__)
+
+# What a block takes in an index, at most as a rule: a frame of its own, with a key of 64 bytes.
+_INDEX_BYTES_PER_BLOCK: Final = 128
+_PAGE_BYTES: Final = 4096
+_RECLAIM_EVERY_S: Final = 10.0
+
+
+def index_bytes(num_slots: int) -> int:
+    """Return how long the index of a segment may become."""
+    size = HEADER_BYTES + num_slots * _INDEX_BYTES_PER_BLOCK
+    return -(-size // _PAGE_BYTES) * _PAGE_BYTES
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the space is bounded by.
+
+    Attributes:
+        capacity_bytes: Most that the namespace takes; ``None`` for no bound.
+        root_capacity_bytes: Most that all namespaces of the root take; ``None`` for no bound.
+        min_free_bytes: Least that the file system keeps free.
+        namespace_ttl_s: Other namespaces that nobody has used for so long go; ``None``: they stay.
+        lock_timeout_s: How long to wait for other processes that make room.
+    """
+
+    capacity_bytes: int | None
+    root_capacity_bytes: int | None
+    min_free_bytes: int
+    namespace_ttl_s: float | None
+    lock_timeout_s: float
+
+
+@final
+class _Inventory:
+    """What the folders of a namespace hold, as of now."""
+
+    def __init__(self, listings: Sequence[Listing], segments: Segments, block_bytes: int) -> None:
+        self.used_bytes = 0
+        self.removable: dict[Segment, int] = {}
+        self.oldest_touch_s = float("inf")
+        for listing in listings:
+            self.used_bytes += listing.size_bytes
+            for name, payload, index in listing.segments():
+                size = payload.size_bytes + index.size_bytes
+                if not payload.sealed:
+                    # Its index goes on growing.
+                    num_slots = payload.size_bytes // block_bytes
+                    self.used_bytes += max(0, index_bytes(num_slots) - index.size_bytes)
+                    continue
+                segment = segments.get(name)
+                # One that is not known yet is younger than all that are.
+                if segment is not None and not segment.gone:
+                    segment.sealed = True
+                    self.oldest_touch_s = min(self.oldest_touch_s, payload.modified_s)
+                    self.removable[segment] = size
+
+
+@final
+class Space:
+    """Makes room for segments by removing others.
+
+    Args:
+        folder: Folder of the namespace.
+        segments: Those that are known.
+        index: Told of what was removed, and asked for the uses of blocks.
+        block_bytes: Payload bytes of a block.
+        limits: The bounds.
+        clock: Monotonic seconds.
+        removed: Called with every segment that was removed.
+
+    Attributes:
+        disk_bytes: What the namespace takes on disk, as of the last look.
+        removed_segments: Segments that were removed here to make room.
+    """
+
+    def __init__(
+        self,
+        folder: NamespaceFolder,
+        segments: Segments,
+        index: BlockIndex,
+        block_bytes: int,
+        limits: Limits,
+        clock: Clock,
+        removed: Callable[[Segment], None],
+    ) -> None:
+        self._folder = folder
+        self._segments = segments
+        self._index = index
+        self._block_bytes = block_bytes
+        self._limits = limits
+        self._clock = clock
+        self._removed = removed
+        self._neighbours = Neighbours(folder.root_dir, folder.path)
+        self._reclaimed_at = clock()
+        self.disk_bytes = 0
+        self.removed_segments = 0
+
+    # -- room -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def room(self, size_bytes: int) -> Iterator[None]:
+        """Make room for a new segment and hold it while the segment is made.
+
+        Args:
+            size_bytes: Bytes of its payloads.
+
+        Raises:
+            BlockDeclinedError: There is none, and nothing that may be removed; or another process
+                holds the lock for too long.
+            OSError: The folders cannot be looked at.
+        """
+        try:
+            lock = self._folder.lock_space(self._limits.lock_timeout_s)
+        except TimeoutError as error:
+            raise BlockDeclinedError(str(error)) from error
+        with lock:
+            self._make_room(size_bytes + index_bytes(size_bytes // self._block_bytes))
+            yield
+
+    def tidy(self) -> None:
+        """Reclaim what dead writers left behind and remove what is too old, at the opening.
+
+        Raises:
+            TimeoutError: Another process holds the lock for too long.
+            OSError: The folders cannot be looked at.
+        """
+        with self._folder.lock_space(self._limits.lock_timeout_s):
+            self._reclaim()
+            self.disk_bytes = self._look().used_bytes
+
+    def _reclaim(self) -> None:
+        reclaim_leftovers(self._folder.root_dir, self._folder.path)
+        if self._limits.namespace_ttl_s is not None:
+            self._neighbours.remove_unused(self._limits.namespace_ttl_s)
+        self._reclaimed_at = self._clock()
+
+    def _look(self) -> _Inventory:
+        listings = [list_writer(folder) for folder in list_writers(self._folder.path)]
+        return _Inventory(listings, self._segments, self._block_bytes)
+
+    def _make_room(self, size_bytes: int) -> None:
+        inventory = self._look()
+        missing_bytes = self._missing_bytes(inventory, size_bytes)
+        if missing_bytes > 0 and self._clock() - self._reclaimed_at > _RECLAIM_EVERY_S:
+            self._reclaim()
+            inventory = self._look()
+            missing_bytes = self._missing_bytes(inventory, size_bytes)
+        if missing_bytes > 0:
+            self._remove(inventory, missing_bytes)
+        free_bytes = self._free_bytes()
+        if free_bytes is not None and free_bytes - size_bytes < self._limits.min_free_bytes:
+            # Removed files that somebody still reads give their space back later.
+            raise BlockDeclinedError(
+                f"the file system of {self._folder.path} has {format_bytes(free_bytes)} free, and "
+                f"'min_free_bytes' ({format_bytes(self._limits.min_free_bytes)}) is to stay free"
+            )
+        self.disk_bytes = inventory.used_bytes + size_bytes
+
+    def _missing_bytes(self, inventory: _Inventory, size_bytes: int) -> int:
+        """Return how much has to go; zero or less when nothing has to."""
+        limits = self._limits
+        missing = 0
+        if limits.capacity_bytes is not None:
+            missing = inventory.used_bytes + size_bytes - limits.capacity_bytes
+        if limits.root_capacity_bytes is not None:
+            used_bytes = inventory.used_bytes + self._neighbours.used_bytes()
+            missing_in_root = used_bytes + size_bytes - limits.root_capacity_bytes
+            # Those that were touched before any of ours go first.
+            missing_in_root -= self._neighbours.remove_oldest(
+                missing_in_root, inventory.oldest_touch_s
+            )
+            missing = max(missing, missing_in_root)
+        free_bytes = self._free_bytes()
+        if free_bytes is not None:
+            missing = max(missing, limits.min_free_bytes + size_bytes - free_bytes)
+        return missing
+
+    def _free_bytes(self) -> int | None:
+        try:
+            status = os.statvfs(self._folder.path)
+        except OSError:
+            # The write that follows meets the same trouble, and says more about it.
+            return None
+        # Network file systems that know no limit have no blocks to count.
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+    # -- removal --------------------------------------------------------------------------------
+
+    def next_victim(self) -> Segment | None:
+        """Return the segment that would go next, if any. It may change until it goes."""
+        sealed = [segment for segment in self._segments.snapshot() if segment.sealed]
+        return Victims(self._index, sealed).next()
+
+    def _remove(self, inventory: _Inventory, missing_bytes: int) -> None:
+        victims = Victims(self._index, inventory.removable)
+        while missing_bytes > 0:
+            victim = victims.next()
+            if victim is None:
+                raise BlockDeclinedError(
+                    f"{self._folder.path} is full, {format_bytes(missing_bytes)} more are needed, "
+                    "and all of it is in use: the capacity is small for this many writers"
+                )
+            size_bytes = inventory.removable.pop(victim)
+            if self._remove_segment(victim):
+                missing_bytes -= size_bytes
+                inventory.used_bytes -= size_bytes
+
+    def _remove_segment(self, segment: Segment) -> bool:
+        try:
+            # Payloads that no index speaks of are leftovers; the other way round, an index would
+            # promise blocks that are not there.
+            segment.index_path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("segment %s cannot be removed: %s", segment.path, error)
+            return False
+        self._segments.discard(segment)
+        self._index.post_drop(segment)
+        try:
+            segment.path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("the payloads of %s cannot be removed: %s", segment.path, error)
+            return False
+        finally:
+            self._removed(segment)
+        self.removed_segments += 1
+        return True
