@@ -17,6 +17,7 @@ from kv_core.engine import CPULoadStoreSpec, PrepareStoreOutput
 from kv_core.tiering import TieringOffloadingManager, _guard
 from kv_core.tiering._guard import GuardedTier
 from kv_core.tiering._health import TierHealth
+from kv_core.tiering._patience import LookupPatience
 from kv_core.tiering._promotions import Promotions
 from kv_core.tiering._share import PrimaryShare
 
@@ -87,13 +88,13 @@ def check_a_failed_load_is_not_tried_for_ever(start: Start, keys: Keys) -> None:
 
 @bug_of("vllm#49176")
 def _failures_are_not_remembered(patch: pytest.MonkeyPatch) -> None:
-    original = Promotions._note_outcome
+    original = Promotions._note_failed
 
-    def forgetful(tier: Any, state: Any, key: Any, *, succeeded: bool) -> None:
-        original(tier, state, key, succeeded=succeeded)
+    def forgetful(tier: Any, state: Any, keys: Any) -> None:
+        original(tier, state, keys)
         state.failed.clear()
 
-    patch.setattr(Promotions, "_note_outcome", staticmethod(forgetful))
+    patch.setattr(Promotions, "_note_failed", staticmethod(forgetful))
 
 
 @report("llm-d-kv-cache#514", "vllm#39732")
@@ -321,7 +322,7 @@ def check_nobody_waits_for_a_stalled_job(start: Start, keys: Keys) -> None:
 @bug_of("vllm#49829")
 def _no_deadlines(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Promotions, "expire", _always([]))
-    patch.setattr(TieringOffloadingManager, "_is_past_deadline", _always(False))
+    patch.setattr(LookupPatience, "is_exhausted", _always(False))
 
 
 @report("vllm#49820", "vllm#56828")

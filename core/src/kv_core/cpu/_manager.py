@@ -383,12 +383,6 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _insert(self, new: Sequence[OffloadKey]) -> list[int]:
         """Give absent keys free slots, in order; the first key ends up the most recent one."""
-        if len(new) == 1:
-            # Promotions reserve block by block, as lookups find them.
-            block_id = self._table.allocate_one()
-            self._num_writing += 1
-            self._policy.insert(new[0], block_id)
-            return [block_id]
         block_ids = self._table.allocate(len(new))
         self._num_writing += len(new)
         insert = self._policy.insert
@@ -410,7 +404,9 @@ class CPUOffloadingManager(OffloadingManager):
         """Return those keys that the request uses for the first time, and remember them."""
         used = self._used_keys.get(req_id)
         if used is None:
-            used = self._used_keys[req_id] = set()
+            first = [*dict.fromkeys(keys)]
+            self._used_keys[req_id] = set(first)
+            return first
         first = [key for key in dict.fromkeys(keys) if key not in used]
         used.update(first)
         return first

@@ -25,7 +25,7 @@ from kv_core.tiering._health import Activity, HealthState, TierHealth
 from kv_core.tiering._pressure import StorePressure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from kv_core.contract import (
         Clock,
@@ -275,9 +275,23 @@ class GuardedTier:
 
     def resolve(self, key: OffloadKey, state: RequestState, outcome: str) -> None:
         """Count a lookup as a hit, a miss or an error: once for each request and key."""
-        if (key, self) not in state.resolved:
-            state.resolved.add((key, self))
+        resolved = state.resolved.get(self)
+        if resolved is None:
+            resolved = state.resolved[self] = set()
+        if key not in resolved:
+            resolved.add(key)
             self.counts[outcome] += 1
+
+    def resolve_all(self, keys: Iterable[OffloadKey], state: RequestState, outcome: str) -> None:
+        """Count lookups that ended alike, as :meth:`resolve` does for each."""
+        resolved = state.resolved.setdefault(self, set())
+        before = len(resolved)
+        resolved.update(keys)
+        self.counts[outcome] += len(resolved) - before
+
+    def has_resolved(self, key: OffloadKey, state: RequestState) -> bool:
+        """Say whether a request's lookup of a key counts already."""
+        return key in state.resolved.get(self, ())
 
     def submit(self, job: TierJob) -> bool:
         """Hand a job over.

@@ -22,6 +22,7 @@ from kv_core.tiering._jobs import JobFactory
 from kv_core.tiering._observer import JobObserver, JobReport
 from kv_core.tiering._options import TierMode, TierOptions
 from kv_core.tiering._parking import ParkedRequest, Parking
+from kv_core.tiering._patience import LookupPatience
 from kv_core.tiering._promotions import Promotions
 from kv_core.tiering._requests import RequestState, RequestTable
 from kv_core.tiering._share import PrimaryShare
@@ -120,7 +121,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._told_known: set[OffloadKey] = set()
         self._lost: set[OffloadKey] = set()
         self._hits_by_level = {"cpu": 0, **dict.fromkeys((tier.name for tier in tiers), 0)}
-        self._lookup_deadlines_passed = 0
+        self._patience = LookupPatience(config, clock)
+        # The method of a ledger that is never exchanged: looking it up shows in every lookup.
+        self._look_in_primary = primary.lookup
         self._polled_this_step = False
         self._resetting = False
         self._idle_since: float | None = None
@@ -141,80 +144,42 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._polled_this_step:
             self._poll()
             self._polled_this_step = True
-        answer = self._primary.lookup(key, req_context)
+        answer = self._look_in_primary(key, req_context)
+        if not self._tiers and answer is _HIT and not self._requests.has_wishes:
+            return answer
         if answer is _MISS and (self._resetting or not self._tiers):
             return answer
-        if answer is _HIT and not self._tiers and not self._requests.has_wishes:
-            return answer
-        state = self._requests.state(req_context)
+        state = self._requests.find(req_context.req_id) or self._requests.state(req_context)
         if not state.may_load:
             return _MISS
         if answer is _HIT:
             if self._tiers:
                 self._requests.note_hit(state, key)
             return answer
-        if self._is_past_deadline(state):
+        if state.waiting and self._patience.is_exhausted(state):
             return _MISS
         if answer is _MISS:
             answer = self._lookup_below(key, state)
             if answer is _MISS:
                 return answer
-        self._requests.wait(state, self._clock())
+        if not state.waiting:
+            self._requests.wait(state, self._clock())
         return answer
 
     def _lookup_below(self, key: OffloadKey, state: RequestState) -> LookupResult:
         """Ask the tiers in order; the first that has the block promotes it."""
         answer = _MISS
         for tier in self._tiers:
-            if not tier.may_use() or (key, tier) in state.failed:
+            if not tier.may_use() or (state.failed and (key, tier) in state.failed):
                 continue
             found = tier.lookup(key, state)
             if found:
                 if state.unknown_since:
                     state.unknown_since.pop((key, tier), None)
                 return self._promotions.reserve(key, tier, state, self._forget)
-            if found is None and self._may_still_know(key, tier, state):
+            if found is None and self._patience.may_still_know(key, tier, state):
                 answer = _RETRY
         return answer
-
-    def _may_still_know(self, key: OffloadKey, tier: GuardedTier, state: RequestState) -> bool:
-        """Hold a tier to its lookup deadline: what it does not know by then is absent."""
-        now = self._clock()
-        since = state.unknown_since.setdefault((key, tier), now)
-        if now - since <= tier.limits.lookup_deadline_s:
-            return True
-        if (key, tier) not in state.resolved:
-            tier.resolve(key, state, "errors")
-            tier.health.failed(Activity.CALL, "a lookup was not answered by its deadline")
-        state.failed.add((key, tier))
-        return False
-
-    def _is_past_deadline(self, state: RequestState) -> bool:
-        if state.first_unknown_at is None or state.gave_up:
-            return state.gave_up
-        waited_s = self._clock() - state.first_unknown_at
-        if waited_s > self._config.request_lookup_deadline_s:
-            state.gave_up = True
-            self._lookup_deadlines_passed += 1
-            self._note_silence(state)
-        return state.gave_up
-
-    def _note_silence(self, state: RequestState) -> None:
-        """Hold it against tiers that a request has waited for their answers in vain.
-
-        A tier may declare a longer deadline for its lookups than requests wait. One that never
-        answers would make every request wait to the end, and stay healthy.
-        """
-        asked_before = self._clock() - self._config.request_lookup_deadline_s / 2
-        silent: set[GuardedTier] = set()
-        for (key, tier), since in state.unknown_since.items():
-            if since > asked_before or (key, tier) in state.resolved:
-                continue
-            if tier.health.state is not HealthState.DETACHED:
-                tier.resolve(key, state, "errors")
-                silent.add(tier)
-        for tier in silent:
-            tier.health.failed(Activity.CALL, "a request's lookups were not answered in its time")
 
     @override
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -641,7 +606,7 @@ class TieringOffloadingManager(OffloadingManager):
         stats["share_blocks_quarantined"] = self._share.quarantined
         stats["leases_revoked"] = self._share.revoked
         stats["requests_waiting"] = self._requests.num_waiting
-        stats["lookup_deadlines_passed"] = self._lookup_deadlines_passed
+        stats["lookup_deadlines_passed"] = self._patience.deadlines_passed
         stats["blocks_missed_by_tiers"] = self._cascades.num_missed
         for level, hits in self._hits_by_level.items():
             stats[f"hits.{level}"] = hits

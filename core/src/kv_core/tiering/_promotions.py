@@ -6,7 +6,7 @@ All state belongs to the thread that drives the tiering manager.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kv_core.tiering._health import Activity
 from kv_core.tiering._jobs import job_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kv_core.contract import Clock, JobId
     from kv_core.cpu import CPUPrimaryTierOffloadingManager
@@ -27,19 +27,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Promotions"]
 
+# Looking a member up on its enum class costs as much as the rest of a lookup on Python 3.11.
+_MISS: Final = LookupResult.MISS
+_PENDING: Final = LookupResult.PENDING
+_RETRY: Final = LookupResult.RETRY
+
 
 @final
 class _Queued:
     """Slots reserved in this step for one (tier, request), waiting for the end of the step."""
 
-    __slots__ = ("block_ids", "generations", "keys", "state", "tier")
+    __slots__ = ("block_ids", "keys", "state", "tier")
 
     def __init__(self, tier: GuardedTier, state: RequestState) -> None:
         self.tier = tier
         self.state = state
         self.keys: list[OffloadKey] = []
         self.block_ids: list[int] = []
-        self.generations: list[int] = []
 
 
 @final
@@ -110,13 +114,13 @@ class Promotions:
             ``MISS`` when they will not, or cannot: the request runs with a shorter prefix instead
             of waiting for itself.
         """
-        prepared = None
+        block_id = None
         has_room = self._share.has_room(state)
         if has_room:
-            prepared = self._primary.prepare_write((key,))
-            while prepared is None and self._share.revoke_younger(state, spare_answered=True):
-                prepared = self._primary.prepare_write((key,))
-        if prepared is None:
+            block_id = self._primary.reserve(key, evicted)
+            while block_id is None and self._share.revoke_younger(state, spare_answered=True):
+                block_id = self._primary.reserve(key, evicted)
+        if block_id is None:
             self.counts["promotions_without_room"] += 1
             if has_room:
                 # Running requests hold the primary; how long, nobody knows.
@@ -124,12 +128,10 @@ class Promotions:
             else:
                 is_final = self._share.is_filled_by(state)
             if not is_final:
-                return LookupResult.RETRY
+                return _RETRY
             # Promised by the tier, declined by us: to the request it is a miss.
             tier.resolve(key, state, "misses")
-            return LookupResult.MISS
-        if prepared.evicted_keys:
-            evicted(prepared.evicted_keys)
+            return _MISS
         self._share.reserved += 1
         state.reserved += 1
         queued = self._queued.get((tier.index, state.context.req_id))
@@ -137,9 +139,8 @@ class Promotions:
             queued = _Queued(tier, state)
             self._queued[tier.index, state.context.req_id] = queued
         queued.keys.append(key)
-        queued.block_ids.append(prepared.block_ids[0])
-        queued.generations.append(prepared.generations[0])
-        return LookupResult.PENDING
+        queued.block_ids.append(block_id)
+        return _PENDING
 
     def flush(self) -> tuple[list[tuple[GuardedTier, TierJob]], list[OffloadKey]]:
         """Submit what was reserved in this step: one job per tier and request, or more.
@@ -154,12 +155,13 @@ class Promotions:
         for promotion in queued.values():
             tier = promotion.tier
             block_ids = np.array(promotion.block_ids, dtype=np.int32)
+            generations = self._primary.generations_of(promotion.block_ids)
             given = 0
             for part in job_ranges(tier, len(promotion.keys)):
                 job = self._jobs.load(
                     tuple(promotion.keys[part]),
                     block_ids[part],
-                    tuple(promotion.generations[part]),
+                    generations[part],
                     promotion.state,
                 )
                 job_id = job.metadata.job_id
@@ -180,14 +182,10 @@ class Promotions:
         self._queued.clear()
 
     def _give_back(self, promotion: _Queued, start: int) -> None:
-        for key, block_id, generation in zip(
-            promotion.keys[start:],
-            promotion.block_ids[start:],
-            promotion.generations[start:],
-            strict=True,
-        ):
-            self._primary.complete_write(key, block_id, generation, success=False)
-        self._unreserve(promotion.state, len(promotion.keys) - start)
+        block_ids = promotion.block_ids[start:]
+        generations = self._primary.generations_of(block_ids)
+        self._primary.complete_writes(promotion.keys[start:], block_ids, generations, ())
+        self._unreserve(promotion.state, len(block_ids))
 
     def _unreserve(self, state: RequestState | None, count: int) -> None:
         self._share.reserved -= count
@@ -207,40 +205,33 @@ class Promotions:
             tier.note_overdue(-len(job.block_ids))
         else:
             self._unreserve(state, len(job.block_ids))
-        ready = []
-        for key, block_id, generation in zip(
-            job.metadata.keys, job.block_ids, job.generations, strict=True
-        ):
-            succeeded = key in job.succeeded
-            is_ready = self._primary.complete_write(key, block_id, generation, succeeded)
-            if is_ready:
-                ready.append(key)
-            if job.is_overdue:
-                # It was counted and its request told when it was given up.
-                self.counts["promotions_adopted"] += is_ready
-                continue
-            if is_ready:
-                self.counts["promotions"] += 1
-            else:
-                # Good, but no longer wanted: the primary tier was reset meanwhile.
-                count = "promotions_discarded" if succeeded else "promotions_failed"
-                self.counts[count] += 1
-            self._note_outcome(tier, state, key, succeeded=succeeded)
-        if state is not None and ready and not job.is_overdue:
-            state.promoted.update(dict.fromkeys(ready, tier.name))
-            if state.waiting:
-                self._share.lease(state, ready, self._clock())
+        keys = job.metadata.keys
+        ready = self._primary.complete_writes(keys, job.block_ids, job.generations, job.succeeded)
+        if job.is_overdue:
+            # It was counted and its request told when it was given up.
+            self.counts["promotions_adopted"] += len(ready)
+            return ready
+        num_succeeded = len(job.succeeded)
+        self.counts["promotions"] += len(ready)
+        # Good, but no longer wanted: the primary tier was reset meanwhile.
+        self.counts["promotions_discarded"] += num_succeeded - len(ready)
+        self.counts["promotions_failed"] += len(keys) - num_succeeded
+        if state is not None:
+            # Also when the request has ended.
+            tier.resolve_all(job.succeeded, state, "hits")
+            if num_succeeded < len(keys):
+                self._note_failed(tier, state, [key for key in keys if key not in job.succeeded])
+            if ready:
+                state.promoted.update(dict.fromkeys(ready, tier.name))
+                if state.waiting:
+                    self._share.lease(state, ready, self._clock())
         return ready
 
     @staticmethod
-    def _note_outcome(
-        tier: GuardedTier, state: RequestState | None, key: OffloadKey, *, succeeded: bool
-    ) -> None:
-        """Count what became of a lookup, also when its request has ended."""
-        if state is not None:
-            tier.resolve(key, state, "hits" if succeeded else "errors")
-            if not succeeded:
-                state.failed.add((key, tier))
+    def _note_failed(tier: GuardedTier, state: RequestState, keys: Sequence[OffloadKey]) -> None:
+        """Count lookups whose block was not delivered; its request does not ask the tier again."""
+        tier.resolve_all(keys, state, "errors")
+        state.failed.update((key, tier) for key in keys)
 
     def expire(self, now: float) -> list[OffloadKey]:
         """Give up loads that are past their deadline.
@@ -265,7 +256,8 @@ class Promotions:
             job.metadata.keys, job.block_ids, job.generations, strict=True
         ):
             self._primary.abandon_write(key, block_id, generation)
-            self._note_outcome(tier, job.state, key, succeeded=False)
+        if job.state is not None:
+            self._note_failed(tier, job.state, job.metadata.keys)
         self._unreserve(job.state, len(job.block_ids))
         self._share.quarantined += len(job.block_ids)
         tier.note_overdue(len(job.block_ids))

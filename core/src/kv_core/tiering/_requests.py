@@ -46,7 +46,7 @@ class RequestState:
         reserved: Slots of its promotions under way.
         promoted: Blocks that were promoted on its behalf, with the tier they came from.
         failed: Promotions that failed, by key and tier; not tried again for this request.
-        resolved: Keys whose lookup counts already, by tier.
+        resolved: By tier, the keys whose lookup counts already.
         request_level_tiers: Tiers (by index) that want every block of the request.
     """
 
@@ -65,7 +65,7 @@ class RequestState:
     reserved: int = 0
     promoted: dict[OffloadKey, str] = field(default_factory=dict)
     failed: set[tuple[OffloadKey, GuardedTier]] = field(default_factory=set)
-    resolved: set[tuple[OffloadKey, GuardedTier]] = field(default_factory=set)
+    resolved: dict[GuardedTier, set[OffloadKey]] = field(default_factory=dict)
     request_level_tiers: frozenset[int] = frozenset()
 
 

@@ -60,7 +60,8 @@ class PrimaryShare:
 
     def has_room(self, state: RequestState) -> bool:
         """Say whether one more slot fits, after taking leases from younger requests if need be."""
-        while self.used >= self.limit:
+        # As `used` is, which many lookups in a row would notice.
+        while self.reserved + len(self._leases_of) + self.quarantined >= self.limit:
             if not self.revoke_younger(state):
                 return False
         return True
@@ -119,7 +120,7 @@ class PrimaryShare:
         # A use, of which its load makes no second one. Held but cold blocks would gather where
         # evictions begin to look.
         self._primary.touch(keys, state.context)
-        block_ids: list[int] = self._primary.prepare_read(keys).tolist()
+        block_ids = self._primary.pin(keys)
         state.leases.update(zip(keys, block_ids, strict=True))
         leases_of = self._leases_of
         for block_id in block_ids:

@@ -193,7 +193,7 @@ class SingleTier:
             now - state.first_unknown_at <= patience_s
         ):
             return True
-        if (key, guard) not in state.resolved:
+        if not guard.has_resolved(key, state):
             guard.resolve(key, state, "errors")
             # Not what was asked a moment ago by a request that has waited for something else.
             if now - since > min(guard.limits.lookup_deadline_s, patience_s / 2):
