@@ -7,14 +7,14 @@ what is heavy is imported inside the factory.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import kv_core
 from kv_core.contract import Capability, ContractVersion, TierLimits, TierSpec
 from kv_tier_fs._config import FsConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from kv_core.contract import SecondaryTierManager, TierContext
@@ -41,22 +41,15 @@ _CAPABILITIES: Final[Mapping[Layout, frozenset[Capability]]] = {
 }
 
 
-def _make_file_tier(context: TierContext) -> SecondaryTierManager:
-    from kv_tier_fs.files._tier import FsTier
+def _make_tier(context: TierContext) -> SecondaryTierManager:
+    config: Any = context.config
+    if config.layout == "files":
+        from kv_tier_fs.files._tier import FsTier
 
-    return FsTier(context)
-
-
-def _make_segment_tier(context: TierContext) -> SecondaryTierManager:
+        return FsTier(context)
     from kv_tier_fs.segments._tier import SegmentTier
 
     return SegmentTier(context)
-
-
-_FACTORIES: Final[Mapping[Layout, Callable[[TierContext], SecondaryTierManager]]] = {
-    "files": _make_file_tier,
-    "segments": _make_segment_tier,
-}
 
 
 def _limits(config: FsConfig) -> TierLimits:
@@ -70,7 +63,7 @@ def spec_of_layout(layout: Layout) -> TierSpec:
         type="fs",
         summary="Blocks as files, on a local disk or a shared file system.",
         contract=ContractVersion(1, 0),
-        factory=_FACTORIES[layout],
+        factory=_make_tier,
         config_model=FsConfig,
         limits=_limits,
         capabilities=_CAPABILITIES[layout],
