@@ -17,10 +17,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    import typer
+
     from kv_core.contract import SecondaryTierManager, TierContext
     from kv_tier_fs._config import Layout
 
-__all__ = ["FsConfig", "kv_core_conformance_harness", "kv_core_register_tier", "spec_of_layout"]
+__all__ = [
+    "FsConfig",
+    "kv_core_conformance_harness",
+    "kv_core_register_commands",
+    "kv_core_register_tier",
+    "spec_of_layout",
+]
 
 # The tier removes nothing but damaged objects, so every block stays findable.
 _RETAINED_BLOCKS = 1 << 40
@@ -79,6 +87,14 @@ def kv_core_register_tier() -> TierSpec:
     """Describe the tier type ``fs``: capabilities are those of the default layout."""
     default: Layout = FsConfig.model_fields["layout"].default
     return replace(spec_of_layout(default), refine=_refine)
+
+
+@kv_core.hookimpl
+def kv_core_register_commands(app: typer.Typer) -> None:
+    """Add ``kv-core fs``."""
+    from kv_tier_fs._cli import add_commands
+
+    add_commands(app)
 
 
 @kv_core.hookimpl
