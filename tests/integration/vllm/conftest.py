@@ -28,6 +28,8 @@ BLOCK_BYTES: Final = 64 << 10
 _START_S: Final = 110.0
 _REPLY_S: Final = 110.0
 _STOP_S: Final = 30.0
+_STATS_PERIOD_S: Final = 0.3
+_PATIENCE_S: Final = 60.0
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - the place to be checked
 
 
@@ -349,6 +351,8 @@ class Moved:
         tier_hits: Lookups that the tier below answered with yes.
         failed_stores: Jobs to the tier below that failed.
         failed_loads: Jobs from the tier below that failed.
+        errors: Blocks that the tier below did not deliver because of an error.
+        declined: Blocks that the tier below did not take.
         preemptions: Requests that lost their place in the engine.
     """
 
@@ -359,6 +363,8 @@ class Moved:
     tier_hits: float
     failed_stores: float
     failed_loads: float
+    errors: float
+    declined: float
     preemptions: float
 
     def __sub__(self, earlier: Moved) -> Moved:
@@ -418,7 +424,7 @@ class Cache:
         if self.tier == "fs":
             tier["root_dir"] = str(store or self.store)
             if self.mode != "vllm":
-                tier["min_free_bytes"] = 0
+                tier["min_free_bytes"] = "1MiB"
         extra: dict[str, Any] = {
             "cpu_bytes_to_use": blocks * block_bytes,
             "secondary_tiers": [tier | dict(tier_settings or {})],
@@ -439,7 +445,13 @@ class Cache:
         }
 
     def moved(self, engine: Engine) -> Moved:
-        """Read the metrics of an engine."""
+        """Read the metrics of an engine.
+
+        They are collected four times a second at most, in steps. So time passes first, and then
+        the engine answers a prompt that is shorter than a block.
+        """
+        time.sleep(_STATS_PERIOD_S)
+        engine.generate([[7, 7, 7]], max_tokens=2)
         samples = engine.metrics("")
 
         def total(name: str) -> float:
@@ -457,8 +469,37 @@ class Cache:
             tier_hits=total("vllm:kv_offload_tiering_chunk_hits_total"),
             failed_stores=total("vllm:kv_offload_tiering_cascade_job_failures_total"),
             failed_loads=total("vllm:kv_offload_tiering_promotion_job_failures_total"),
+            errors=total("vllm:kv_core_tier_lookup_errors_total"),
+            declined=total("vllm:kv_core_tier_declined_blocks_total"),
             preemptions=total("vllm:num_preemptions_total"),
         )
+
+    def wait_until(
+        self,
+        engine: Engine,
+        condition: Callable[[Moved], bool],
+        *,
+        between: Callable[[], object] | None = None,
+    ) -> None:
+        """Wait until the metrics of an engine say something.
+
+        Args:
+            engine: The engine.
+            condition: What to wait for.
+            between: Called between two looks at the metrics.
+        """
+        end = time.monotonic() + _PATIENCE_S
+        while not condition(moved := self.moved(engine)):
+            assert time.monotonic() < end, f"did not happen in {_PATIENCE_S:g} s: {moved}"
+            if between is not None:
+                between()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that is to be seen from outside of the engine."""
+        end = time.monotonic() + _PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end, f"did not happen in {_PATIENCE_S:g} s"
+            time.sleep(0.005)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -66,7 +66,7 @@ class _Engine:
     def __init__(self) -> None:
         self._llm: Any = None
         self._outputs: dict[str, Any] = {}
-        self._next_id = 0
+        self._names: dict[str, str] = {}
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Carry out a command."""
@@ -166,13 +166,12 @@ class _Engine:
         """Queue prompts without a step; return the ids of their requests."""
         names = []
         for prompt in prompts:
-            name = f"request-{self._next_id}"
-            self._next_id += 1
-            names.append(
-                self._llm.llm_engine.add_request(
-                    name, {"prompt_token_ids": prompt}, _sampling(max_tokens)
-                )
+            # vLLM makes a name of its own of it, which is the one it goes by inside.
+            given = f"request-{len(self._names)}"
+            self._names[given] = self._llm.llm_engine.add_request(
+                given, {"prompt_token_ids": prompt}, _sampling(max_tokens)
             )
+            names.append(self._names[given])
         return names
 
     def step(self, *, count: int = 1) -> list[str]:
@@ -181,8 +180,9 @@ class _Engine:
         for _ in range(count):
             for output in self._llm.llm_engine.step():
                 if output.finished:
-                    self._outputs[output.request_id] = output
-                    ended.append(output.request_id)
+                    name = self._names[output.request_id]
+                    self._outputs[name] = output
+                    ended.append(name)
         return ended
 
     def finish(self, *, deadline_s: float = 100.0) -> dict[str, Any]:

@@ -21,5 +21,6 @@ class SabotagedKVCoreOffloadingSpec(KVCoreOffloadingSpec):  # type: ignore[misc]
     @override
     def get_worker(self, kv_caches: Any) -> Any:
         if self._wrapped is None:
-            self._wrapped = sabotaged(super().get_worker(kv_caches), kv_caches)
+            worker = super().get_worker(kv_caches)
+            self._wrapped = sabotaged(worker, kv_caches, self.config.parallel.rank)
         return self._wrapped

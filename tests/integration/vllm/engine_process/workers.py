@@ -111,7 +111,7 @@ class SabotagedWorker(OffloadingWorker):  # type: ignore[misc]  # as above
     ``skip`` reports loads that it never made, ``zero`` zeroes one block of each load after it
     arrived, ``swap`` lets the first blocks of two loads change places, ``hold`` makes the loads
     and does not report them. What it does is read from a file at each load, so that a test can
-    change it while the engine runs.
+    change it while the engine runs; a number after the word means that rank alone.
 
     Blocks are swapped between loads, for within one prompt their order means nothing to full
     attention: the keys carry their positions.
@@ -119,10 +119,12 @@ class SabotagedWorker(OffloadingWorker):  # type: ignore[misc]  # as above
     Args:
         worker: The real one.
         kv_caches: vLLM's canonical view of the KV cache.
+        rank: Which worker of the engine it is.
     """
 
-    def __init__(self, worker: Any, kv_caches: Any) -> None:
+    def __init__(self, worker: Any, kv_caches: Any, rank: int) -> None:
         self._worker = worker
+        self._rank = rank
         self._engine = [
             cache.tensor.view(torch.int8).view(-1, cache.page_size_bytes)
             for cache in kv_caches.tensors
@@ -185,15 +187,15 @@ class SabotagedWorker(OffloadingWorker):  # type: ignore[misc]  # as above
         self._kept = [kept for kept in self._kept if kept[1] != "hold"]
         return taken
 
-    @staticmethod
-    def _mode() -> str:
+    def _mode(self) -> str:
         with open(os.environ[SABOTAGE]) as file:
-            return file.read().strip()
+            mode, *ranks = file.read().split()
+        return mode if not ranks or str(self._rank) in ranks else "none"
 
 
-def sabotaged(worker: Any, kv_caches: Any) -> Any:
+def sabotaged(worker: Any, kv_caches: Any, rank: int) -> Any:
     """Return a worker that can be sabotaged where the test asks for one, else the worker."""
-    return SabotagedWorker(worker, kv_caches) if SABOTAGE in os.environ else worker
+    return SabotagedWorker(worker, kv_caches, rank) if SABOTAGE in os.environ else worker
 
 
 class CPUTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # as above
@@ -212,5 +214,5 @@ class CPUTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # 
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
             worker = HostWorker(kv_caches, self.blocks_per_chunk, region)
-            self._host_worker = sabotaged(worker, kv_caches)
+            self._host_worker = sabotaged(worker, kv_caches, self.config.parallel.rank)
         return self._host_worker

@@ -1,0 +1,147 @@
+"""What does kv-core cost a vLLM engine that needs nothing from it, and what does a hit save?
+
+Run ``python tests/benchmarks/vllm_overhead.py`` after ``make vllm-env`` (``--quick`` for a smoke
+run, ``--json`` for machines). Real engines with real random weights, on the CPU:
+
+*Everything hot*: all prompts are in the engine's own cache and in the CPU tier, so there is nothing
+to load and nothing to store. The same batch is answered by an engine with the connector and by one
+without, in turns; the ratio of their throughputs must be 0.97 or more. On a machine with other work
+the two engines are measured at different moments, so the median of the pairs is what counts.
+
+*Restart and hit*: a long prompt after a restart of the engine, computed, and loaded from storage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.integration.vllm.conftest import Cache, Engine, Prompts
+else:
+    # Where the tests have their engine process.
+    sys.path.insert(0, str(Path(__file__).parents[1] / "integration" / "vllm"))
+    from conftest import Cache, Engine, Prompts
+
+ROOT = Path(__file__).parents[2]
+
+# Keys and values of one block: ten layers of eight heads for the large model.
+BLOCK_BYTES = {"large": 2 * 10 * 8 * 64 * 4 * 32, "tiny": 64 << 10}
+
+
+class Bench:
+    """Starts engines in a folder of its own."""
+
+    def __init__(self, python: Path, folder: Path, model: str) -> None:
+        self._python = python
+        self._folder = folder
+        self._model = model
+
+    def start(self, store: Path | None) -> Engine:
+        """Start an engine, with the connector above a store or without one."""
+        connector: dict[str, Any] | None = None
+        if store is not None:
+            cache = Cache("engine", "fs", self._folder)
+            connector = cache.connector(
+                blocks=300, block_bytes=BLOCK_BYTES[self._model], store=store
+            )
+        return Engine(
+            python=self._python,
+            folder=self._folder,
+            models=self._folder / "models",
+            model=self._model,
+            connector=connector,
+            environment={"OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+            options={"num_gpu_blocks_override": 400},
+        )
+
+    def everything_hot(self, *, pairs: int, batch: int, tokens: int) -> dict[str, float]:
+        """Measure throughput with and without the connector, in turns."""
+        prompts = Prompts()("hot", *[256] * batch)
+        with self.start(None) as plain, self.start(self._folder / "hot") as ours:
+            for engine in (plain, ours):
+                engine.generate(prompts, max_tokens=tokens)
+                engine.settle()
+            cached = ours.generate(prompts, max_tokens=tokens).cached
+            if min(cached) < 224:
+                raise SystemExit(f"the prompts are not hot: {cached}")
+            seconds: dict[Engine, list[float]] = {plain: [], ours: []}
+            for pair in range(pairs):
+                # Whoever goes first has the machine as the other left it.
+                for engine in (plain, ours) if pair % 2 == 0 else (ours, plain):
+                    seconds[engine].append(engine.generate(prompts, max_tokens=tokens).seconds)
+            loaded = Cache("engine", "fs", self._folder).moved(ours).loaded
+        if loaded:
+            raise SystemExit(f"something was loaded: {loaded} blocks")
+        ratios = [
+            without / with_ours
+            for without, with_ours in zip(seconds[plain], seconds[ours], strict=True)
+        ]
+        done = batch * tokens
+        return {
+            "tokens/s without": done / statistics.median(seconds[plain]),
+            "tokens/s with": done / statistics.median(seconds[ours]),
+            "with / without, median of pairs": statistics.median(ratios),
+            "with / without, least": min(ratios),
+            "with / without, most": max(ratios),
+        }
+
+    def restart_and_hit(self, *, length: int) -> dict[str, float]:
+        """Measure the time to the first token of a long prompt, computed and loaded."""
+        [warm_up, prompt] = Prompts()("restart", length, length)
+        store = self._folder / "restart"
+        with self.start(store) as engine:
+            engine.generate([warm_up], max_tokens=1)
+            computed = engine.generate([prompt], max_tokens=1)
+            engine.settle()
+        with self.start(store) as engine:
+            # Another prompt of the same length, so that nothing is done for the first time.
+            engine.generate([warm_up], max_tokens=1)
+            loaded = engine.generate([prompt], max_tokens=1)
+        if loaded.tokens != computed.tokens or loaded.cached[0] < length - 32:
+            raise SystemExit(f"no hit after the restart: {loaded.cached}")
+        return {
+            "prefill computed, s": computed.seconds,
+            "prefill loaded after a restart, s": loaded.seconds,
+            "prefill time saved, %": 100 * (1 - loaded.seconds / computed.seconds),
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="small and few: does it still run?")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of measurements")
+    options = parser.parse_args(arguments)
+    python = Path(os.environ.get("KV_CORE_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+    if not python.exists():
+        sys.stderr.write(f"{python} is not there: run 'make vllm-env'\n")
+        return 0 if options.quick else 2
+    with tempfile.TemporaryDirectory(prefix="kv-core-bench-") as folder:
+        bench = Bench(python, Path(folder), "tiny" if options.quick else "large")
+        results = (
+            bench.everything_hot(pairs=2, batch=2, tokens=16)
+            if options.quick
+            else bench.everything_hot(pairs=options.pairs, batch=8, tokens=64)
+        )
+        results |= bench.restart_and_hit(length=500 if options.quick else 2000)
+    if options.json:
+        sys.stdout.write(json.dumps(results, indent=2) + "\n")
+        return 0
+    width = max(map(len, results))
+    for line, value in results.items():
+        sys.stdout.write(f"{line:<{width}}  {value:10.3f}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
