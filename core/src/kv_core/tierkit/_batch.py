@@ -70,7 +70,7 @@ class BatchTier(PooledTier, Generic[StorePlanT, LoadPlanT]):
         batch_bytes: Payload bytes of a batch; a batch has at least one block.
     """
 
-    batch_bytes: ClassVar[int] = 1 << 20
+    batch_bytes: ClassVar[int] = 4 << 20
 
     _hooks: ClassVar[tuple[str, ...]] = (
         "exists",

@@ -112,17 +112,20 @@ def transfer(
     call = os.pwritev if writing else os.preadv
     total = sum(map(len, buffers))
     moved = 0
+    tried_buffered = False
     while moved < total:
         rest = _rest(buffers, moved)
         try:
             step = call(descriptor, rest[:_MOST_BUFFERS], offset + moved)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _is_direct(descriptor):
+            # Another thread may have made the descriptor a buffered one while this one waited.
+            if error.errno != errno.EINVAL or tried_buffered:
                 raise
             # At an odd offset, after a short transfer, that says nothing about the rest.
-            if not moved:
+            if not moved and _is_direct(descriptor):
                 direct.give_up(error, writing=writing)
             _make_buffered(descriptor)
+            tried_buffered = True
             continue
         finally:
             if rest is not buffers:

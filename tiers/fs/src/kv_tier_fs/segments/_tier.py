@@ -98,8 +98,7 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
     @override
     def plan_store(self, keys: Sequence[OffloadKey]) -> _StorePlan:
         self._index.count_use()
-        locate = self._index.locate
-        present = frozenset(index for index, key in enumerate(keys) if locate(key) is not None)
+        present = frozenset(number for number, key in enumerate(keys) if key in self._index)
         return _StorePlan(keys, present)
 
     @override
