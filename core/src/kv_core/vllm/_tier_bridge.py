@@ -120,6 +120,7 @@ class TierBridge(_compat.SecondaryTierManager):  # type: ignore[misc]  # vLLM is
             primary=self._view,
             clock=time.monotonic,
             metrics=NullMetrics(),
+            registry=read.registry,
             read_only=entry.read_only,
         )
         return SingleTier(

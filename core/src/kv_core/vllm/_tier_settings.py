@@ -41,12 +41,14 @@ class BridgedTierSettings:
         checked: Its validated settings and limits.
         engine: Deadlines, health and back-pressure, from ``kv_connector_extra_config``.
         locality: vLLM's word for where its storage is, or ``None``.
+        registry: Where its type was found.
     """
 
     entry: TierSettings
     checked: CheckedTier
     engine: TieringConfig
     locality: str | None
+    registry: TierRegistry
 
     @property
     def is_lasting(self) -> bool:
@@ -59,7 +61,6 @@ def read_settings(
     tier_type: str,
     settings: Mapping[str, Any],
     extra_config: Mapping[str, Any],
-    registry: TierRegistry | None = None,
 ) -> BridgedTierSettings:
     """Validate a tier's settings, and ours beside them. Opens nothing.
 
@@ -67,7 +68,6 @@ def read_settings(
         tier_type: The type as vLLM knows it, with the prefix or without.
         settings: The other keys of the tier's entry.
         extra_config: ``kv_connector_extra_config``.
-        registry: Where tier types are looked up; by default what is installed.
 
     Raises:
         KVCoreError: Settings are missing, unknown or invalid, or ask for what vLLM's own spec
@@ -82,12 +82,11 @@ def read_settings(
             f'out, or set "spec_name": "{SPEC_NAME}"',
             setting=f"{entry.name}.fill_on_promotion",
         )
-    checked = check_tier(
-        entry.type, name=entry.name, settings=entry.settings, registry=registry or TierRegistry()
-    )
+    registry = TierRegistry()
+    checked = check_tier(entry.type, name=entry.name, settings=entry.settings, registry=registry)
     require_space_limit(checked, read_only=entry.read_only)
     return BridgedTierSettings(
-        entry, checked, _engine_settings(extra_config), _locality(settings, entry.name)
+        entry, checked, _engine_settings(extra_config), _locality(settings, entry.name), registry
     )
 
 
