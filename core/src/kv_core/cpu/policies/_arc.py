@@ -65,15 +65,18 @@ class ARCCachePolicy(CachePolicy):
     @override
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         t1, t2, b1, b2, ref_counts = self._t1, self._t2, self._b1, self._b2, self.ref_counts
+        slot_in_t1, move_in_t2 = t1.get, t2.move_to_end
         for key in reversed(keys):
-            if key in t2:
-                t2.move_to_end(key)
-            elif key in t1:
-                if ref_counts[t1[key]] < 0:
+            block_id = slot_in_t1(key)
+            if block_id is not None:
+                if ref_counts[block_id] < 0:
                     # Nobody can have used bytes that are not there yet.
                     t1.move_to_end(key)
                 else:
-                    t2[key] = t1.pop(key)
+                    del t1[key]
+                    t2[key] = block_id
+            elif key in t2:
+                move_in_t2(key)
             elif key in b1:
                 step = max(_LEAST_STEP, len(b2) / len(b1))
                 self.target_t1_size = min(float(self.num_blocks), self.target_t1_size + step)
