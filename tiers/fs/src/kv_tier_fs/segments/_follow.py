@@ -255,23 +255,31 @@ class Follower:
                 self._index.post_drop(segment)
                 self._gone(segment)
 
-    def start(self, own: WriterId | None, watch: Watch, *, interval_s: float, name: str) -> None:
+    def start(
+        self,
+        own: WriterId | None,
+        open_watch: Callable[[], Watch],
+        *,
+        interval_s: float,
+        name: str,
+    ) -> None:
         """Start to follow in the background.
 
         Args:
             own: Our own id as a writer.
-            watch: Waits for changes; the follower closes it.
+            open_watch: Returns what waits for changes.
             interval_s: How often to look when nothing is heard of changes.
             name: Name of the thread.
         """
         self._own = own
-        self._thread = threading.Thread(
-            target=self._run, args=(watch, interval_s), name=name, daemon=True
+        thread = threading.Thread(
+            target=self._run, args=(open_watch, interval_s), name=name, daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
-    def _run(self, watch: Watch, interval_s: float) -> None:
-        with watch:
+    def _run(self, open_watch: Callable[[], Watch], interval_s: float) -> None:
+        with open_watch() as watch:
             while not self._stopping.is_set():
                 watch.wait(interval_s, self._others(), self._stopping)
                 if not self._stopping.is_set():

@@ -6,13 +6,15 @@ just made counts in full before anything is in it.
 
 **Who owns what.** Pool threads call :meth:`Space.room`, one at a time; the lock of the root folder
 is held from the look at the folders until the new segment exists, so the bound holds over all
-processes. The collector calls :meth:`Space.next_victim`. ``disk_bytes`` is replaced as a whole.
+processes. The collector calls :meth:`Space.next_victim`. The attributes are numbers, replaced by
+pool threads and read by any.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
@@ -110,6 +112,7 @@ class Space:
 
     Attributes:
         disk_bytes: What the namespace takes on disk, as of the last look.
+        is_short: Whether something will have to go for the next segment of the same size.
         removed_segments: Segments that were removed here to make room.
     """
 
@@ -133,6 +136,7 @@ class Space:
         self._neighbours = Neighbours(folder.root_dir, folder.path)
         self._reclaimed_at = clock()
         self.disk_bytes = 0
+        self.is_short = False
         self.removed_segments = 0
 
     # -- room -----------------------------------------------------------------------------------
@@ -195,11 +199,12 @@ class Space:
                 f"'min_free_bytes' ({format_bytes(self._limits.min_free_bytes)}) is to stay free"
             )
         self.disk_bytes = inventory.used_bytes + size_bytes
+        self.is_short = missing_bytes + size_bytes > 0
 
     def _missing_bytes(self, inventory: _Inventory, size_bytes: int) -> int:
         """Return how much has to go; zero or less when nothing has to."""
         limits = self._limits
-        missing = 0
+        missing = -sys.maxsize
         if limits.capacity_bytes is not None:
             missing = inventory.used_bytes + size_bytes - limits.capacity_bytes
         if limits.root_capacity_bytes is not None:

@@ -10,29 +10,33 @@ from __future__ import annotations
 
 import logging
 import resource
-import secrets
 from collections import deque
-from contextlib import nullcontext
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, final
 
 from kv_core.errors import BlockDamagedError, BlockDeclinedError
 from kv_core.tierkit import Occasionally
-from kv_tier_fs._folders import make_folder
+from kv_tier_fs._root import explained
+from kv_tier_fs.segments._collect import Collector
 from kv_tier_fs.segments._direct import DirectIO
-from kv_tier_fs.segments._format import FrameKind, IndexFormatError, IndexHeader, decode_frames
+from kv_tier_fs.segments._folder import NamespaceFolder
+from kv_tier_fs.segments._follow import Follower
 from kv_tier_fs.segments._index import BlockIndex
 from kv_tier_fs.segments._reader import SegmentFiles, SegmentReader
 from kv_tier_fs.segments._segment import SegmentName, Segments
+from kv_tier_fs.segments._space import Limits, Space
+from kv_tier_fs.segments._use_times import UseTimes
+from kv_tier_fs.segments._watch import is_local, open_watch
 from kv_tier_fs.segments._writer import SegmentWriter, WriterPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from kv_core.contract import OffloadKey, PrimaryView, TierContext
     from kv_tier_fs._config import FsConfig
+    from kv_tier_fs.segments._folder import WriterFolder
+    from kv_tier_fs.segments._follow import News
     from kv_tier_fs.segments._index import Place
     from kv_tier_fs.segments._segment import Segment
     from kv_tier_fs.segments._writer import Stored
@@ -46,6 +50,14 @@ _CAPACITY_SHARE: Final = 32
 """A segment takes at most this part of the capacity."""
 _MOST_DESCRIPTORS: Final = 256
 _DESCRIPTOR_SHARE: Final = 8
+# Room that the index reserves, and does not take before it is filled.
+_MOST_EXPECTED_BLOCKS: Final = 1 << 24
+
+FOLLOW_EVERY_S: Final = 0.25
+"""How often to look for changes by others where the kernel does not tell of them."""
+
+_LOCK_TIMEOUT_S: Final = 5.0
+_STOP_TIMEOUT_S: Final = 5.0
 
 
 def slots_per_segment(block_bytes: int, capacity_bytes: int | None) -> int:
@@ -54,11 +66,6 @@ def slots_per_segment(block_bytes: int, capacity_bytes: int | None) -> int:
     if capacity_bytes is not None:
         size = min(size, capacity_bytes // _CAPACITY_SHARE)
     return max(1, size // block_bytes)
-
-
-class _Unbounded:
-    def room(self, size_bytes: int) -> AbstractContextManager[object]:
-        return nullcontext(size_bytes)
 
 
 @final
@@ -83,14 +90,19 @@ class SegmentStorage:
     ) -> None:
         self._soon = soon
         self._config = config
-        self._namespace = context.namespace
+        self._tier_name = context.tier_name
         self._block_bytes = context.block_bytes
         self._clock = context.clock
         self._warn_removal = Occasionally(context.clock)
         self._root = config.root_dir.absolute()
         self._direct = DirectIO(context.block_bytes, wanted=config.direct_io)
+        self._folder = NamespaceFolder(self._root, context.namespace)
+        self._own: WriterFolder | None = None
         self._segments = Segments()
-        self.index = BlockIndex()
+        capacity_bytes = config.capacity_bytes or 0
+        self.index = BlockIndex(
+            expected_blocks=min(capacity_bytes // context.block_bytes, _MOST_EXPECTED_BLOCKS)
+        )
         self.removals_due: deque[list[tuple[OffloadKey, Segment, int]]] = deque()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._files = SegmentFiles(
@@ -98,8 +110,28 @@ class SegmentStorage:
             self._direct,
             most_open=min(_MOST_DESCRIPTORS, max(1, limit // _DESCRIPTOR_SHARE)),
         )
-        self._reader = SegmentReader(self._files, self._direct, context.block_bytes, lambda _: None)
+        use_times = UseTimes(self._files.using)
+        self._reader = SegmentReader(
+            self._files, self._direct, context.block_bytes, use_times.note_use
+        )
+        self._space = Space(
+            self._folder,
+            self._segments,
+            self.index,
+            context.block_bytes,
+            Limits(
+                capacity_bytes=config.capacity_bytes,
+                root_capacity_bytes=config.root_capacity_bytes,
+                min_free_bytes=config.min_free_bytes,
+                namespace_ttl_s=config.namespace_ttl_s,
+                lock_timeout_s=_LOCK_TIMEOUT_S,
+            ),
+            context.clock,
+            self._files.forget,
+        )
         self._writer: SegmentWriter | None = None
+        self._follower: Follower | None = None
+        self._collector: Collector | None = None
 
     @property
     def used_bytes(self) -> int:
@@ -114,56 +146,86 @@ class SegmentStorage:
         Raises:
             TierOpenError: It cannot be used.
         """
-        folder = self._root / f"{self._namespace.fingerprint[:12]}" / "segments-v1"
-        for path in reversed([folder, *folder.parents]):
-            if not path.exists():
-                make_folder(path)
-        frames = []
-        removed = []
-        for index_path in sorted(folder.glob("*/*.idx")):
-            data = memoryview(index_path.read_bytes())
-            try:
-                header = IndexHeader.decode(data)
-            except IndexFormatError:
-                continue
-            segment = self._segments.add(
-                SegmentName(header.writer, header.segment),
-                index_path.with_suffix(".seg"),
-                header.num_slots,
-            )
-            for frame, _ in decode_frames(data[128:], header.seed, 128):
-                if frame.kind == FrameKind.STORED:
-                    frames.append((segment, frame))
-                else:
-                    removed.append(frame)
-        self.index.load(frames)
-        for frame in removed:
-            found = self._segments.get(SegmentName(frame.writer, frame.segment))
-            if found is not None:
+        config, folder = self._config, self._folder
+        folder.open(read_only=config.read_only, timeout_s=_LOCK_TIMEOUT_S)
+        if not config.read_only:
+            self._own = folder.become_writer(_LOCK_TIMEOUT_S)
+        with explained(self._root):
+            if self._own is not None:
+                self._space.tidy()
+            local = is_local(self._root)
+        self._follower = Follower(
+            folder,
+            self._block_bytes,
+            self._segments,
+            self.index,
+            self._files.forget,
+            trust_times=local,
+        )
+        with explained(self._root):
+            self._fill_index(self._follower.look())
+        if self._own is not None:
+            self._open_writer(self._own)
+        name = f"kv-{self._tier_name}"
+        self._follower.start(
+            None if self._own is None else self._own.writer,
+            lambda: open_watch(folder.path, local=local),
+            interval_s=FOLLOW_EVERY_S,
+            name=f"{name}-follow",
+        )
+        if self._collector is not None:
+            self._collector.start(f"{name}-collect")
+
+    def _fill_index(self, news: News) -> None:
+        # Nothing better is known of uses than the order in which the blocks were written.
+        for use, segment in enumerate(dict.fromkeys(segment for segment, _ in news.stored), 1):
+            segment.used_at = use
+        self.index.load(news.stored)
+        for frame in news.removed:
+            target = self._segments.get(SegmentName(frame.writer, frame.segment))
+            if target is not None:
                 for key, slot in zip(frame.split_keys(), frame.slots.tolist(), strict=True):
-                    self.index.remove(key, found, slot)
-        writer = secrets.token_bytes(16)
-        writer_folder = folder / writer.hex()
-        make_folder(writer_folder)
+                    self.index.remove(key, target, slot)
+
+    def _open_writer(self, own: WriterFolder) -> None:
+        config, block_bytes = self._config, self._block_bytes
         place = WriterPlace(
             self._root,
-            writer_folder,
-            writer,
-            self._namespace.fingerprint,
-            self._block_bytes,
-            slots_per_segment(self._block_bytes, self._config.capacity_bytes),
-            sync=self._config.durability == "data",
+            own.path,
+            own.writer,
+            self._folder.fingerprint,
+            block_bytes,
+            slots_per_segment(block_bytes, config.capacity_bytes),
+            sync=config.durability == "data",
         )
         self._writer = SegmentWriter(
-            place, self._segments, _Unbounded(), self._direct, lambda: None, self._soon
+            place, self._segments, self._space, self._direct, self._segment_was_made, self._soon
         )
+        self._collector = Collector(
+            self._folder,
+            self._space,
+            self.index,
+            SegmentReader(self._files, self._direct, block_bytes, lambda _: None),
+            self._writer,
+            block_bytes,
+        )
+
+    def _segment_was_made(self) -> None:
+        if self._collector is not None:
+            self._collector.wake()
 
     def close(self) -> None:
         """Close it, also when it was opened in part. Idempotent."""
+        if self._collector is not None:
+            self._collector.stop(_STOP_TIMEOUT_S)
+        if self._follower is not None:
+            self._follower.stop(_STOP_TIMEOUT_S)
         if self._writer is not None:
             self.write_removals()
             self._writer.close()
         self._files.close()
+        if self._own is not None:
+            self._own.close()
 
     # -- pool threads ---------------------------------------------------------------------------
 
