@@ -33,6 +33,12 @@ __all__ = [
 # The tier removes nothing but damaged objects, so every block stays findable.
 _RETAINED_BLOCKS = 1 << 40
 
+# Others' stores are looked for four times a second, and entered with the next call.
+_VISIBILITY_DELAY_S: Final = 1.0
+
+# Blocks in use are copied through so much memory when their segment goes.
+_STAGING_BYTES: Final = 4 << 20
+
 _CAPABILITIES: Final[Mapping[Layout, frozenset[Capability]]] = {
     "files": frozenset({Capability.INTEGRITY, Capability.PERSISTENT, Capability.SHARED}),
     "segments": frozenset(
@@ -61,8 +67,16 @@ def _make_tier(context: TierContext) -> SecondaryTierManager:
 
 
 def _limits(config: FsConfig) -> TierLimits:
-    retained = _RETAINED_BLOCKS if config.capacity_bytes is None else 1
-    return config.limits(min_retained_blocks=retained, min_free_bytes=config.min_free_bytes)
+    if config.layout == "files":
+        return config.limits(
+            min_retained_blocks=_RETAINED_BLOCKS, min_free_bytes=config.min_free_bytes
+        )
+    return config.limits(
+        min_retained_blocks=_RETAINED_BLOCKS if config.capacity_bytes is None else 1,
+        min_free_bytes=config.min_free_bytes,
+        visibility_delay_s=_VISIBILITY_DELAY_S,
+        staging_bytes=_STAGING_BYTES,
+    )
 
 
 def spec_of_layout(layout: Layout) -> TierSpec:

@@ -29,20 +29,15 @@ if TYPE_CHECKING:
     from kv_tier_fs.segments._space import Space
     from kv_tier_fs.segments._writer import Stored
 
-__all__ = ["COLLECT_LOCK_NAME", "Collector", "staging_bytes"]
+__all__ = ["COLLECT_LOCK_NAME", "Collector"]
 
 logger = logging.getLogger(__name__)
 
 COLLECT_LOCK_NAME: Final = "collect.lock"
 """In the folder of the namespace: locked by whoever copies."""
 
-_STAGING_BYTES: Final = 1 << 20
+_STAGING_BYTES: Final = 4 << 20
 _LOCK_TIMEOUT_S: Final = 1.0
-
-
-def staging_bytes(block_bytes: int) -> int:
-    """Return how much memory the copies go through."""
-    return max(1, _STAGING_BYTES // block_bytes) * block_bytes
 
 
 class Reader(Protocol):
@@ -131,12 +126,12 @@ class Collector:
         blocks = worth_copying(self._index.used_blocks_in(victim), victim.num_slots)
         # As they lie in the file, so that neighbours are read in one call.
         blocks.sort(key=lambda block: block[1])
-        size = staging_bytes(self._block_bytes)
-        at_once = size // self._block_bytes
+        at_once = _STAGING_BYTES // self._block_bytes
         copied = 0
-        if not blocks:
+        if not blocks or not at_once:
+            # Larger blocks are too few in a segment for copies to pay.
             return copied
-        with mmap.mmap(-1, size) as memory, memoryview(memory) as pages:
+        with mmap.mmap(-1, _STAGING_BYTES) as memory, memoryview(memory) as pages:
             for start in range(0, len(blocks), at_once):
                 if self._stopping or victim.gone:
                     break

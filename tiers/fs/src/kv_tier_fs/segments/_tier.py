@@ -97,12 +97,15 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
 
     @override
     def plan_store(self, keys: Sequence[OffloadKey]) -> _StorePlan:
+        self._index.apply()
         self._index.count_use()
         present = frozenset(number for number, key in enumerate(keys) if key in self._index)
         return _StorePlan(keys, present)
 
     @override
     def plan_load(self, keys: Sequence[OffloadKey]) -> _LoadPlan:
+        # A load without a lookup finds what others have stored, too.
+        self._index.apply()
         self._index.count_use()
         places = [self._index.locate(key) for key in keys]
         pinned = {place[0] for place in places if place is not None}
