@@ -179,7 +179,7 @@ class Frame:
     def split_keys(self) -> list[OffloadKey]:
         """Return the keys one by one."""
         step = self.key_bytes
-        return [OffloadKey(self.keys[at : at + step]) for at in range(0, len(self) * step, step)]
+        return [OffloadKey(self.keys[at * step : (at + 1) * step]) for at in range(len(self))]
 
 
 def encode_frames(
