@@ -31,7 +31,8 @@ LOADED_RUNS ?= 50
 LOADED_AT_A_TIME ?= 1
 
 .PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile \
-    region-kills conformance conformance-loaded conformance-pytests kill-map vllm-env vllm clean
+    region-kills conformance conformance-loaded conformance-pytests kill-map vllm-env vllm vllm-matrix \
+    bench-vllm clean
 
 help:
 	@echo "venv          .venv with all packages, editable"
@@ -49,6 +50,8 @@ help:
 	@echo "kill-map      the conformance suite on every mutant and legal extreme (KILL_MAP_ARGS=--quick)"
 	@echo "vllm-env      .venv-vllm, with vLLM's CPU build, for the tests marked vllm"
 	@echo "vllm          these tests alone"
+	@echo "vllm-matrix   the same with every configuration that they can run with"
+	@echo "bench-vllm    throughput of vLLM with kv-core and without, and what a hit saves"
 	@echo "region-kills  240 random kills of processes that share a region, and what they leave"
 	@echo "clean         remove all that was made"
 
@@ -135,6 +138,12 @@ vllm-env:
 
 vllm: test-tools vllm-env
 	$(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)
+
+vllm-matrix: test-tools vllm-env
+	KV_CORE_VLLM_MATRIX=1 $(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)
+
+bench-vllm: test-tools vllm-env
+	$(BIN)/python tests/benchmarks/vllm_overhead.py
 
 # The tests do a tenth of this.
 region-kills: venv

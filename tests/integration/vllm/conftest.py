@@ -384,11 +384,13 @@ class Cache:
             workers; ``vllm``: nothing of ours, which shows what the tests themselves are worth.
         tier: The type of the tier.
         folder: Where the tier and the test keep their files.
+        options: vLLM's engine arguments that belong to it.
     """
 
     mode: str
     tier: str
     folder: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def store(self) -> Path:
@@ -506,8 +508,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers of this folder."""
     config.addinivalue_line(
         "markers",
-        "caches(*names): the configurations that a test runs with, MODE-TIER; with "
-        "KV_CORE_VLLM_MATRIX=1 also those named by matrix=",
+        "caches(*names): the configurations that a test runs with, MODE-TIER or MODE-TIER-async; "
+        "with KV_CORE_VLLM_MATRIX=1 also those named by matrix=",
     )
 
 
@@ -526,7 +528,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def cache(cache_name: str, tmp_path_factory: pytest.TempPathFactory) -> Cache:
     """Return the configuration of the connector."""
-    mode, _, tier = cache_name.partition("-")
-    made = Cache(mode, tier, tmp_path_factory.mktemp(cache_name))
+    mode, tier, *scheduling = cache_name.split("-")
+    options = {"async_scheduling": True} if scheduling == ["async"] else {}
+    made = Cache(mode, tier, tmp_path_factory.mktemp(cache_name), options)
     made.sabotage.write_text("none")
     return made

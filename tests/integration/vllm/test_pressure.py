@@ -20,7 +20,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.caches(
-        "engine-fs", "tier-fs", matrix=["engine-example", "tier-example", "vllm-fs"]
+        "engine-fs-async",
+        "tier-fs",
+        matrix=["engine-fs", "tier-fs-async", "engine-example", "tier-example", "vllm-fs"],
     ),
 ]
 
@@ -36,7 +38,9 @@ def engine(cache: Cache, start: Callable[..., Engine]) -> Iterator[Engine]:
     """Return an engine with too little of everything, whose loads can be held."""
     connector = cache.connector(blocks=CPU_BLOCKS, sabotaged=True)
     environment = {"KV_CORE_TEST_SABOTAGE": str(cache.sabotage)}
-    with start(connector=connector, options=OPTIONS, environment=environment) as engine:
+    options = OPTIONS | dict(cache.options)
+    with start(connector=connector, options=options, environment=environment) as engine:
+        assert engine.info["async_scheduling"] is bool(cache.options)
         yield engine
 
 

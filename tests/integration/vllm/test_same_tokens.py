@@ -22,8 +22,8 @@ pytestmark = [
 
 # Around the borders of blocks of 32 tokens, and some of many blocks.
 LENGTHS = (400, 300, 250, 200, 97, 96, 65, 64, 33, 31)
-# All full blocks are loaded, also when nothing is left to compute: vLLM then computes the last token
-# once more, which it counts as cached all the same.
+# All full blocks are loaded, also when nothing is left to compute: vLLM then computes the last
+# token once more, which it counts as cached all the same.
 FULL_HIT = [length // 32 * 32 for length in LENGTHS]
 BLOCKS = sum(FULL_HIT) // 32
 

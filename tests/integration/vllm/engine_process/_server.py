@@ -123,6 +123,8 @@ class _Engine:
             "disable_log_stats": False,
         }
         arguments |= options
+        if arguments.get("async_scheduling"):
+            _allow_async_scheduling()
         if connector is not None:
             arguments["kv_transfer_config"] = KVTransferConfig(**connector)
         if events:
@@ -254,6 +256,19 @@ class _Engine:
     @property
     def _scheduler(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def _allow_async_scheduling() -> None:
+    """Let asynchronous scheduling be, which vLLM switches off on the CPU as not worth it there."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    usual = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        usual(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
 
 
 def _sampling(max_tokens: int, logprobs: int | None = None) -> Any:
