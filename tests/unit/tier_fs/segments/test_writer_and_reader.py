@@ -19,7 +19,7 @@ from kv_tier_fs.segments._direct import DirectIO
 from kv_tier_fs.segments._format import HEADER_BYTES, FrameKind, IndexHeader, decode_frames
 from kv_tier_fs.segments._reader import SegmentFiles, SegmentReader
 from kv_tier_fs.segments._segment import Segments
-from kv_tier_fs.segments._writer import SegmentWriter, WriterPlace
+from kv_tier_fs.segments._writer import SegmentWriter, WriterPlace, slots_per_segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +65,7 @@ class Bench:
         self.full = False
         self.tasks: list[Callable[[], None]] = []
         place = WriterPlace(
-            root, self.folder, _WRITER, "cd" * 32, block_bytes, num_slots, sync=sync
+            root, self.folder, _WRITER, "cd" * 32, block_bytes, lambda: num_slots, sync=sync
         )
         self.writer = SegmentWriter(
             place, self.segments, self, self.direct, self._note_created, self.tasks.append
@@ -325,6 +325,15 @@ def test_the_next_segment_is_made_ahead(
     assert (bench.created, len(bench.frames("00000002.idx"))) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("bound_bytes", "expected"),
+    [(None, 64), (1 << 40, 64), (32 << 22, 1), (64 << 22, 2), (1000, 1), (0, 1)],
+)
+def test_segments_are_a_share_of_the_bound(bound_bytes: int | None, expected: int) -> None:
+    """A segment is a thirty-second part of what there can be, 256 MiB at most, a block at least."""
+    assert slots_per_segment(4 << 20, bound_bytes) == expected
+
+
 # -- what is removed ------------------------------------------------------------------------------
 
 
@@ -450,6 +459,20 @@ def test_a_flipped_bit_is_damage_of_one_block(bench: Bench, many_keys: list[Offl
     assert right == [True, True, False, True]
     assert [type(error) for error in failures.values()] == [BlockDamagedError]
     assert list(failures) == [2]
+
+
+def test_a_block_is_checked_in_place(
+    make_bench: Callable[..., Bench], many_keys: list[OffloadKey]
+) -> None:
+    """Checking a block of any size finds damage at its end, and leaves intact ones in peace."""
+    bench = make_bench((1 << 20) + 4096, 2)
+    places = bench.places(many_keys[:2])
+    with open(bench.folder / "00000001.seg", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    bench.reader.check(places[0], many_keys[0])
+    with pytest.raises(BlockDamagedError, match="in slot 1 of"):
+        bench.reader.check(places[1], many_keys[1])
 
 
 def test_a_truncated_segment_is_damage_of_what_was_cut(

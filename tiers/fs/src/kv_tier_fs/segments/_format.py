@@ -25,7 +25,7 @@ import xxhash
 from kv_core.contract import OffloadKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -37,6 +37,7 @@ __all__ = [
     "IndexFormatError",
     "IndexHeader",
     "WriterId",
+    "checksum_of_pieces",
     "decode_frames",
     "encode_frames",
     "payload_checksum",
@@ -79,6 +80,14 @@ class FrameKind:
 def payload_checksum(payload: memoryview | bytes, key: OffloadKey) -> int:
     """Return the checksum of a payload under a key; under another key, the same bytes fail it."""
     return xxhash.xxh3_64_intdigest(payload) ^ xxhash.xxh3_64_intdigest(key)
+
+
+def checksum_of_pieces(pieces: Iterable[memoryview], key: OffloadKey) -> int:
+    """Return :func:`payload_checksum` of a payload that comes in pieces."""
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.intdigest() ^ xxhash.xxh3_64_intdigest(key)
 
 
 @final

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import mmap
 import os
 import stat
 import threading
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Final, final
 from kv_core.errors import BlockDamagedError, BlockMissingError
 from kv_tier_fs._beneath import open_beneath
 from kv_tier_fs.segments._direct import transfer
-from kv_tier_fs.segments._format import payload_checksum
+from kv_tier_fs.segments._format import checksum_of_pieces, payload_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from kv_tier_fs.segments._index import Place
     from kv_tier_fs.segments._segment import Segment
 
-__all__ = ["SegmentFiles", "SegmentReader"]
+__all__ = ["CHECKED_BYTES", "SegmentFiles", "SegmentReader"]
+
+CHECKED_BYTES: Final = 1 << 20
+"""What a thread reads at a time of a block that is only checked."""
 
 _NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
@@ -161,6 +165,13 @@ def _close_all(descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
+class _Scratch(threading.local):
+    """Pages of a thread to read into what is not kept, aligned for direct I/O."""
+
+    def __init__(self) -> None:
+        self.pages = memoryview(mmap.mmap(-1, CHECKED_BYTES))
+
+
 @final
 class SegmentReader:
     """Reads blocks into memory and checks them there.
@@ -183,6 +194,7 @@ class SegmentReader:
         self._direct = direct
         self._block_bytes = block_bytes
         self._note_use = note_use
+        self._scratch = _Scratch()
 
     def load(
         self,
@@ -204,18 +216,37 @@ class SegmentReader:
         for run in _runs(places):
             self._read_run(places, blocks, run, failures)
         for index, (place, key, block) in enumerate(zip(places, keys, blocks, strict=True)):
-            segment, slot, checksum = place
+            checksum = place[2]
             if index in failures or payload_checksum(block, key) == checksum:
                 continue
             # Once more: memory and buses fail as well, and what is retired is lost.
             self._read_run(places, blocks, [index], failures)
             found = payload_checksum(block, key)
             if index not in failures and found != checksum:
-                failures[index] = BlockDamagedError(
-                    f"block {key.hex()} in slot {slot} of {segment.path} has checksum "
-                    f"{found:016x}, stored was {checksum:016x}"
-                )
+                failures[index] = _damaged(place, key, found)
         return failures
+
+    def check(self, place: Place, key: OffloadKey) -> None:
+        """Read a block without keeping it, and check that it is what was stored.
+
+        Raises:
+            BlockMissingError: Its segment is not there.
+            BlockDamagedError: It is not.
+            OSError: It cannot be read.
+        """
+        segment, _, checksum = place
+        with self._files.using(segment) as descriptor:
+            found = checksum_of_pieces(self._pieces(descriptor, place), key)
+        if found != checksum:
+            raise _damaged(place, key, found)
+
+    def _pieces(self, descriptor: int, place: Place) -> Iterator[memoryview]:
+        size = self._block_bytes
+        start = place[1] * size
+        for at in range(0, size, CHECKED_BYTES):
+            piece = self._scratch.pages[: min(CHECKED_BYTES, size - at)]
+            moved = transfer(self._direct, descriptor, [piece], start + at, writing=False)
+            yield piece[:moved]
 
     def _read_run(
         self,
@@ -251,6 +282,14 @@ class SegmentReader:
                 failures[index] = BlockDamagedError(
                     f"{segment.path} ends before slot {places[index][1]} does"
                 )
+
+
+def _damaged(place: Place, key: OffloadKey, found: int) -> BlockDamagedError:
+    segment, slot, checksum = place
+    return BlockDamagedError(
+        f"block {key.hex()} in slot {slot} of {segment.path} has checksum {found:016x}, stored "
+        f"was {checksum:016x}"
+    )
 
 
 def _runs(places: Sequence[Place]) -> Iterator[list[int]]:

@@ -161,6 +161,22 @@ class Space:
             self._make_room(size_bytes + index_bytes(size_bytes // self._block_bytes))
             yield
 
+    def bound_bytes(self) -> int | None:
+        """Return what the namespace can take, as of the last look; ``None`` if that is not known.
+
+        That is the least of the capacities and of what the file system leaves it.
+        """
+        limits = self._limits
+        free_bytes = self._free_bytes()
+        bounds = [
+            limits.capacity_bytes,
+            limits.root_capacity_bytes,
+            None
+            if free_bytes is None
+            else max(0, self.disk_bytes + free_bytes - limits.min_free_bytes),
+        ]
+        return min((bound for bound in bounds if bound is not None), default=None)
+
     def tidy(self) -> None:
         """Reclaim what dead writers left behind and remove what is too old, at the opening.
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, final
 
-from kv_core.errors import BlockDamagedError, BlockDeclinedError
+from kv_core.errors import BlockDamagedError, BlockDeclinedError, BlockMissingError
 from kv_core.tierkit import Occasionally
 from kv_tier_fs._root import explained
 from kv_tier_fs.segments._collect import Collector
@@ -28,7 +28,7 @@ from kv_tier_fs.segments._segment import SegmentName, Segments
 from kv_tier_fs.segments._space import Limits, Space
 from kv_tier_fs.segments._use_times import UseTimes
 from kv_tier_fs.segments._watch import is_local, open_watch
-from kv_tier_fs.segments._writer import SegmentWriter, WriterPlace
+from kv_tier_fs.segments._writer import SegmentWriter, WriterPlace, slots_per_segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,9 +45,6 @@ __all__ = ["SegmentStorage"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_SEGMENT_BYTES: Final = 256 << 20
-_CAPACITY_SHARE: Final = 32
-"""A segment takes at most this part of the capacity."""
 _MOST_DESCRIPTORS: Final = 256
 _DESCRIPTOR_SHARE: Final = 8
 # Room that the index reserves, and does not take before it is filled.
@@ -58,14 +55,6 @@ FOLLOW_EVERY_S: Final = 0.25
 
 _LOCK_TIMEOUT_S: Final = 5.0
 _STOP_TIMEOUT_S: Final = 5.0
-
-
-def slots_per_segment(block_bytes: int, capacity_bytes: int | None) -> int:
-    """Return how many blocks a segment has, at least one."""
-    size = _MOST_SEGMENT_BYTES
-    if capacity_bytes is not None:
-        size = min(size, capacity_bytes // _CAPACITY_SHARE)
-    return max(1, size // block_bytes)
 
 
 @final
@@ -160,6 +149,7 @@ class SegmentStorage:
             self._segments,
             self.index,
             self._files.forget,
+            own=None if self._own is None else self._own.writer,
             trust_times=local,
         )
         with explained(self._root):
@@ -168,7 +158,6 @@ class SegmentStorage:
             self._open_writer(self._own)
         name = f"kv-{self._tier_name}"
         self._follower.start(
-            None if self._own is None else self._own.writer,
             lambda: open_watch(folder.path, local=local),
             interval_s=FOLLOW_EVERY_S,
             name=f"{name}-follow",
@@ -195,7 +184,7 @@ class SegmentStorage:
             own.writer,
             self._folder.fingerprint,
             block_bytes,
-            slots_per_segment(block_bytes, config.capacity_bytes),
+            lambda: slots_per_segment(block_bytes, self._space.bound_bytes()),
             sync=config.durability == "data",
         )
         self._writer = SegmentWriter(
@@ -246,15 +235,31 @@ class SegmentStorage:
     ) -> dict[int, BaseException]:
         """Load blocks, and retire those that turn out damaged. See :meth:`SegmentReader.load`."""
         failures = self._reader.load(places, keys, blocks)
-        damaged = [
-            (keys[index], places[index][0], places[index][1])
-            for index, error in failures.items()
-            if isinstance(error, BlockDamagedError)
-        ]
-        if damaged:
-            self.removals_due.append(damaged)
-            self.write_removals()
+        if failures:
+            self._retire(
+                [
+                    (keys[index], places[index])
+                    for index, error in failures.items()
+                    if isinstance(error, BlockDamagedError)
+                ]
+            )
         return failures
+
+    def is_valid(self, place: Place, key: OffloadKey) -> bool:
+        """Say whether a block is what was stored; if it is damaged, retire it."""
+        try:
+            self._reader.check(place, key)
+        except BlockDamagedError:
+            self._retire([(key, place)])
+            return False
+        except (BlockMissingError, OSError):
+            return False
+        return True
+
+    def _retire(self, damaged: Sequence[tuple[OffloadKey, Place]]) -> None:
+        if damaged:
+            self.removals_due.append([(key, place[0], place[1]) for key, place in damaged])
+            self.write_removals()
 
     def write_removals(self) -> None:
         """Write down the removals that are due. What fails is tried again with the next."""

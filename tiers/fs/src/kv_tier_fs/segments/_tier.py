@@ -44,13 +44,18 @@ class _StorePlan:
 
     Attributes:
         keys: Its keys.
-        present: Indices of blocks that were present at submission: nothing to do.
+        present: Where blocks were that were present at submission, by index: nothing to do, if
+            they are still what was stored.
+        pinned: Segments that must stay until the end.
         stored: What batches have stored, and under which keys.
+        invalid: Indices of blocks that were present, but not what was stored.
     """
 
     keys: Sequence[OffloadKey]
-    present: frozenset[int]
+    present: Mapping[int, Place]
+    pinned: Collection[Segment]
     stored: list[tuple[Sequence[OffloadKey], Stored]] = field(default_factory=list)
+    invalid: list[int] = field(default_factory=list)
 
 
 @final
@@ -99,8 +104,13 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
     def plan_store(self, keys: Sequence[OffloadKey]) -> _StorePlan:
         self._index.apply()
         self._index.count_use()
-        present = frozenset(number for number, key in enumerate(keys) if key in self._index)
-        return _StorePlan(keys, present)
+        present = {}
+        for index, key in enumerate(keys):
+            # Most are absent, which this finds out faster than locate().
+            place = self._index.locate(key) if key in self._index else None
+            if place is not None:
+                present[index] = place
+        return _StorePlan(keys, present, _pin(present.values()))
 
     @override
     def plan_load(self, keys: Sequence[OffloadKey]) -> _LoadPlan:
@@ -108,20 +118,20 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
         self._index.apply()
         self._index.count_use()
         places = [self._index.locate(key) for key in keys]
-        pinned = {place[0] for place in places if place is not None}
-        for segment in pinned:
-            segment.pins += 1
-        return _LoadPlan(keys, places, pinned)
+        return _LoadPlan(keys, places, _pin(place for place in places if place is not None))
 
     @override
     def settle_store(self, plan: _StorePlan, failures: Mapping[int, BlockFailure]) -> None:
+        _unpin(plan.pinned)
+        for index in plan.invalid:
+            segment, slot, _ = plan.present[index]
+            self._index.remove(plan.keys[index], segment, slot)
         for keys, stored in plan.stored:
             self._index.put(stored.segment, keys, stored.slots, stored.checksums)
 
     @override
     def settle_load(self, plan: _LoadPlan, failures: Mapping[int, BlockFailure]) -> None:
-        for segment in plan.pinned:
-            segment.pins -= 1
+        _unpin(plan.pinned)
         for index, failure in failures.items():
             place = plan.places[index]
             if failure.kind in RETIRING_KINDS and place is not None:
@@ -172,7 +182,7 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
     ) -> BatchOutcome:
         wanted: Sequence[int] = range(len(keys))
         if plan.present:
-            wanted = [index for index in wanted if start + index not in plan.present]
+            wanted = [index for index in wanted if not self._is_stored(plan, start + index)]
             if not wanted:
                 return BatchOutcome(0)
             keys = [keys[index] for index in wanted]
@@ -186,6 +196,15 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
             num_stored * self.context.block_bytes,
             {wanted[index]: error for index, error in failures.items()},
         )
+
+    def _is_stored(self, plan: _StorePlan, index: int) -> bool:
+        place = plan.present.get(index)
+        if place is None:
+            return False
+        if self._storage.is_valid(place, plan.keys[index]):
+            return True
+        plan.invalid.append(index)
+        return False
 
     @override
     def read_batch(
@@ -212,3 +231,16 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
         for index, error in bad.items():
             failures[found[index]] = error
         return BatchOutcome((len(found) - len(bad)) * self.context.block_bytes, failures)
+
+
+def _pin(places: Iterable[Place]) -> Collection[Segment]:
+    """Keep the segments of some places from being collected; return them. Engine's thread."""
+    segments = {place[0] for place in places}
+    for segment in segments:
+        segment.pins += 1
+    return segments
+
+
+def _unpin(segments: Collection[Segment]) -> None:
+    for segment in segments:
+        segment.pins -= 1

@@ -31,9 +31,23 @@ if TYPE_CHECKING:
     from kv_tier_fs.segments._format import WriterId
     from kv_tier_fs.segments._segment import Segment, Segments
 
-__all__ = ["Room", "SegmentWriter", "Stored", "WriterPlace"]
+__all__ = [
+    "BOUND_SHARE",
+    "MOST_SEGMENT_BYTES",
+    "Room",
+    "SegmentWriter",
+    "Stored",
+    "WriterPlace",
+    "slots_per_segment",
+]
 
 logger = logging.getLogger(__name__)
+
+MOST_SEGMENT_BYTES: Final = 256 << 20
+"""A segment is never larger, unless a single block is."""
+
+BOUND_SHARE: Final = 32
+"""A segment takes at most this part of what there can be in all."""
 
 _REMOVALS: Final = 0
 """Number of the index of removals, which has no payloads."""
@@ -55,6 +69,19 @@ class Room(Protocol):
         """
 
 
+def slots_per_segment(block_bytes: int, bound_bytes: int | None) -> int:
+    """Return how many blocks a new segment has, at least one.
+
+    Args:
+        block_bytes: Payload bytes of a block.
+        bound_bytes: Bytes that all segments may take together.
+    """
+    size = MOST_SEGMENT_BYTES
+    if bound_bytes is not None:
+        size = min(size, bound_bytes // BOUND_SHARE)
+    return max(1, size // block_bytes)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class WriterPlace:
@@ -66,7 +93,7 @@ class WriterPlace:
         writer: Id of the writer.
         fingerprint: Fingerprint of the namespace.
         block_bytes: Payload bytes of every block.
-        num_slots: Blocks in a segment.
+        num_slots: Returns the number of blocks for the next segment.
         sync: Whether what is published is on the disk.
     """
 
@@ -75,7 +102,7 @@ class WriterPlace:
     writer: WriterId
     fingerprint: str
     block_bytes: int
-    num_slots: int
+    num_slots: Callable[[], int]
     sync: bool
 
 
@@ -328,12 +355,11 @@ class SegmentWriter:
         number = self._last_number + 1
         name = SegmentName(place.writer, number)
         path = segment_path(place.folder, number)
-        header = IndexHeader(
-            place.writer, number, place.num_slots, place.block_bytes, place.fingerprint
-        )
-        with self._room.room(place.num_slots * place.block_bytes):
+        num_slots = place.num_slots()
+        header = IndexHeader(place.writer, number, num_slots, place.block_bytes, place.fingerprint)
+        with self._room.room(num_slots * place.block_bytes):
             self._last_number = number
-            segment = self._segments.add(name, path, place.num_slots)
+            segment = self._segments.add(name, path, num_slots)
             try:
                 file = PayloadFile(place.root, segment, header, self._direct, sync=place.sync)
             except BaseException:
