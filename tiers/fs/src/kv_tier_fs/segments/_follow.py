@@ -104,6 +104,7 @@ class Follower:
         segments: Told of every segment.
         index: Told of every change.
         gone: Called with every segment that is not there any more.
+        own: Our own id as a writer, if we are one: of that one, only removals are news.
         trust_times: Whether the times of folders can be trusted to show every change, as on a
             local file system.
     """
@@ -116,6 +117,7 @@ class Follower:
         index: BlockIndex,
         gone: Callable[[Segment], None],
         *,
+        own: WriterId | None,
         trust_times: bool,
     ) -> None:
         self._folder = folder
@@ -124,7 +126,7 @@ class Follower:
         self._index = index
         self._gone = gone
         self._trust_times = trust_times
-        self._own: WriterId | None = None
+        self._own = own
         self._writers: dict[Path, _Writer] = {}
         self._late: list[Frame] = []
         self._warn = Occasionally(time.monotonic)
@@ -255,23 +257,14 @@ class Follower:
                 self._index.post_drop(segment)
                 self._gone(segment)
 
-    def start(
-        self,
-        own: WriterId | None,
-        open_watch: Callable[[], Watch],
-        *,
-        interval_s: float,
-        name: str,
-    ) -> None:
+    def start(self, open_watch: Callable[[], Watch], *, interval_s: float, name: str) -> None:
         """Start to follow in the background.
 
         Args:
-            own: Our own id as a writer.
             open_watch: Returns what waits for changes.
             interval_s: How often to look when nothing is heard of changes.
             name: Name of the thread.
         """
-        self._own = own
         thread = threading.Thread(
             target=self._run, args=(open_watch, interval_s), name=name, daemon=True
         )

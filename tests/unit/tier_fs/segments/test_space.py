@@ -1,0 +1,288 @@
+"""The space that segments take is bounded, whoever writes them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kv_core.errors import BlockDeclinedError
+from kv_core.tierkit.testing import example_namespace
+from kv_tier_fs.segments._space import index_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+    Open = Callable[..., Any]
+
+BLOCK = 4096
+# A segment of four blocks, with its index.
+SEGMENT = 4 * BLOCK + index_bytes(4)
+
+
+def fill(instance: Any, first: int, num_segments: int) -> None:
+    """Store segment after segment of four blocks each."""
+    for start in range(first, first + 4 * num_segments, 4):
+        assert instance.store(*range(start, start + 4)) == {}
+
+
+# -- the capacity ---------------------------------------------------------------------------------
+
+
+def test_the_capacity_is_never_exceeded(instance: Open) -> None:
+    """Not by a byte on the disk, at any moment between two stores (CAP-1)."""
+    one = instance(capacity_bytes=6 * SEGMENT)
+    for start in range(0, 200, 2):
+        assert one.store(start, start + 1) == {}
+        assert one.disk_bytes() <= 6 * SEGMENT
+    assert one.space.removed_segments > 40
+    assert one.load(*range(190, 200)) == list(range(190, 200))
+
+
+def test_two_writers_share_one_capacity(instance: Open) -> None:
+    """Each makes room at the cost of both."""
+    one, two = instance(capacity_bytes=8 * SEGMENT), instance(capacity_bytes=8 * SEGMENT)
+    for start in range(0, 160, 4):
+        assert one.store(*range(start, start + 4)) == {}
+        two.follow()
+        assert two.store(*range(1000 + start, 1004 + start)) == {}
+        one.follow()
+        assert one.disk_bytes() <= 8 * SEGMENT
+    assert one.load(*range(156, 160)) == list(range(156, 160))
+    assert one.load(*range(1156, 1160)) == list(range(1156, 1160))
+
+
+def test_what_is_there_counts_before_the_first_store(instance: Open) -> None:
+    """After a restart, and without an index of it (CAP-3)."""
+    one = instance(capacity_bytes=6 * SEGMENT)
+    fill(one, 0, 6)
+    one.close()
+    two = instance(capacity_bytes=6 * SEGMENT)
+    two.open_index()
+    assert two.space.disk_bytes == two.disk_bytes() > 5 * SEGMENT - 4 * BLOCK
+    fill(two, 100, 1)
+    assert two.disk_bytes() <= 6 * SEGMENT
+    assert len(two.present(*range(24))) == 20
+
+
+def test_a_smaller_capacity_holds_from_the_first_store_on(instance: Open) -> None:
+    """As many segments go as have to."""
+    one = instance()
+    fill(one, 0, 12)
+    one.close()
+    two = instance(capacity_bytes=4 * SEGMENT)
+    two.open_index()
+    fill(two, 100, 1)
+    assert two.disk_bytes() <= 4 * SEGMENT
+    assert two.present(*range(48)) == list(range(36, 48))
+
+
+def test_the_space_of_an_index_that_will_grow_counts(instance: Open) -> None:
+    """A segment that is being filled is counted as it will be in the end."""
+    one = instance(num_slots=64, capacity_bytes=2 * (64 * BLOCK + index_bytes(64)))
+    assert one.store(0) == {}
+    two = instance(num_slots=64, capacity_bytes=2 * (64 * BLOCK + index_bytes(64)) - 1)
+    failures = two.store(1)
+    assert isinstance(failures[1], BlockDeclinedError)
+
+
+def test_a_capacity_that_is_all_in_use_declines(instance: Open) -> None:
+    """Segments that others fill are not touched."""
+    one, two = instance(capacity_bytes=SEGMENT), instance(capacity_bytes=SEGMENT)
+    assert one.store(0) == {}
+    failures = two.store(1)
+    assert isinstance(failures[1], BlockDeclinedError)
+    assert "all of it is in use" in str(failures[1])
+    assert one.load(0) == [0]
+
+
+# -- which segment goes ---------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_segment_goes_first(instance: Open) -> None:
+    """A load is a use, however old the segment (CAP-2)."""
+    one = instance(capacity_bytes=4 * SEGMENT)
+    fill(one, 0, 3)
+    assert one.load(0, 1, 2, 3) == [0, 1, 2, 3]
+    fill(one, 100, 2)
+    assert one.present(*range(12)) == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+def test_a_segment_that_is_being_loaded_from_stays(instance: Open) -> None:
+    """It is passed over as long as anybody has it pinned."""
+    one = instance(capacity_bytes=4 * SEGMENT)
+    fill(one, 0, 3)
+    pinned, _, _ = one.index.places(*one.keys(0))[0]
+    pinned.pins += 1
+    fill(one, 100, 4)
+    assert one.present(*range(12)) == [0, 1, 2, 3]
+    pinned.pins -= 1
+    fill(one, 200, 3)
+    assert one.present(*range(12)) == []
+
+
+def test_the_index_goes_before_the_payloads(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash in between leaves payloads to reclaim, never a promise of blocks that are gone."""
+    one = instance(capacity_bytes=2 * SEGMENT)
+    gone: list[str] = []
+    unlink = Path.unlink
+
+    def note(path: Path, missing_ok: bool = False) -> None:
+        gone.append(path.name)
+        unlink(path, missing_ok=missing_ok)
+
+    fill(one, 0, 2)
+    monkeypatch.setattr(Path, "unlink", note)
+    fill(one, 100, 1)
+    assert gone == ["00000001.idx", "00000001.seg"]
+
+
+def test_everybody_is_told_of_a_segment_that_goes(instance: Open) -> None:
+    """The index, the registry, and whoever keeps its file open."""
+    one = instance(capacity_bytes=2 * SEGMENT)
+    fill(one, 0, 2)
+    first = one.index.places(*one.keys(0))[0][0]
+    fill(one, 100, 1)
+    assert one.removed == [first]
+    assert first.gone
+    assert one.segments.get(first.name) is None
+    assert one.present(0, 1, 2, 3) == []
+
+
+def test_a_segment_that_cannot_be_removed_is_passed_over(
+    instance: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And said to be."""
+    one = instance(capacity_bytes=3 * SEGMENT)
+    fill(one, 0, 3)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "00000001.idx":
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    fill(one, 100, 1)
+    assert one.present(*range(12)) == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert "00000001.seg cannot be removed" in caplog.text
+
+
+def test_what_is_not_in_the_index_yet_is_the_youngest(instance: Open) -> None:
+    """The report of a store may come after its segment is full and sealed."""
+    one = instance(num_slots=1, capacity_bytes=4 * (BLOCK + index_bytes(1)))
+    assert one.store(0) == {}
+    keys, views = one.keys(1, 2), one._views(2)
+    stored, failures = one.writer.store(keys, views)
+    assert not failures
+    assert one.store(3, 4) == {}
+    for part in stored:
+        one.index.put(part.segment, [keys[part.start]], part.slots, part.checksums)
+    assert one.present(0, 1, 2, 3, 4) == [1, 2, 3, 4]
+
+
+# -- free space -----------------------------------------------------------------------------------
+
+
+def set_free(monkeypatch: pytest.MonkeyPatch, answers: list[int]) -> None:
+    """Let the file system have so many bytes free, one answer after the other."""
+    real = os.statvfs
+
+    def answer(path: Any) -> os.statvfs_result:
+        values = list(real(path))
+        values[:5] = [1, 1, 1 << 40, answers[0], answers.pop(0) if len(answers) > 1 else answers[0]]
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", answer)
+
+
+def test_segments_go_to_keep_the_floor_of_free_space(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without a capacity; no more than have to."""
+    one = instance(min_free_bytes=10_000_000)
+    fill(one, 0, 4)
+    set_free(monkeypatch, [10_000_000 + SEGMENT - 1, 20_000_000])
+    fill(one, 100, 1)
+    assert one.present(*range(16)) == list(range(4, 16))
+
+
+def test_below_the_floor_stores_are_declined(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When removals have not helped: no more of the cache is given up than was asked for."""
+    one = instance(min_free_bytes=10_000_000)
+    fill(one, 0, 4)
+    set_free(monkeypatch, [10_000_000 + SEGMENT - 1])
+    failures = one.store(100)
+    assert isinstance(failures[100], BlockDeclinedError)
+    assert "'min_free_bytes'" in str(failures[100])
+    assert one.present(*range(16)) == list(range(4, 16))
+
+
+# -- other processes and namespaces ---------------------------------------------------------------
+
+
+def test_a_lock_that_is_held_for_too_long_declines(instance: Open) -> None:
+    """A process that is stopped while it makes room costs the others stores, and no more."""
+    one = instance()
+    with one.folder.lock_space(1):
+        failures = one.store(0)
+    assert isinstance(failures[0], BlockDeclinedError)
+    assert "another process" in str(failures[0])
+    assert one.store(0) == {}
+
+
+def test_dead_writers_in_a_full_folder_are_reclaimed(instance: Open) -> None:
+    """What they had reserved is given back as soon as room is short."""
+    dead, one = instance(num_slots=16), instance(capacity_bytes=16 * BLOCK + 2 * SEGMENT)
+    assert dead.store(500) == {}
+    dead.die()
+    one.clock.turn(60)
+    fill(one, 0, 3)
+    assert (dead.own.path / "00000001.seg").stat().st_size == BLOCK
+    one.follow()
+    assert one.present(500, *range(12)) == [500, *range(12)]
+
+
+def test_the_whole_root_is_bounded(instance: Open) -> None:
+    """What was touched least recently goes first, whichever namespace it belongs to."""
+    other = instance(namespace=example_namespace(BLOCK, model="other", model_fingerprint="f" * 64))
+    fill(other, 0, 3)
+    other.follow()
+    for number, segment in enumerate(sorted(other.own.path.glob("*.seg"))):
+        os.utime(segment, (1000 + number, 1000 + number))
+    one = instance(root_capacity_bytes=4 * SEGMENT)
+    fill(one, 100, 3)
+    assert one.disk_bytes() <= 4 * SEGMENT
+    other.follow()
+    assert other.present(*range(12)) == [8, 9, 10, 11]
+    assert one.present(*range(100, 112)) == list(range(100, 112))
+
+
+def test_a_namespace_that_nobody_has_used_for_long_goes(instance: Open) -> None:
+    """With its description; one whose writer lives stays, and so does a young one."""
+
+    def named(model: str) -> Any:
+        return instance(
+            namespace=example_namespace(BLOCK, model=model, model_fingerprint=model * 64)
+        )
+
+    old, alive, young = named("a"), named("b"), named("c")
+    for one in (old, alive, young):
+        fill(one, 0, 1)
+    old.close()
+    young.close()
+    long_ago = time.time() - 1000
+    for one in (old, alive):
+        for path in (one.folder.path, *one.folder.path.rglob("*")):
+            os.utime(path, (long_ago, long_ago))
+    instance(namespace_ttl_s=500).space.tidy()
+    assert not old.folder.path.parent.exists()
+    assert (alive.own.path / "00000001.seg").exists()
+    assert (young.own.path / "00000001.seg").exists()
