@@ -161,7 +161,7 @@ def _identify_all(vllm_config: Any, model_id: str | None) -> ModelIdentity:
         **_facts(vllm_config.load_config, _LOAD_FACTS, "load"),
         **_facts(vllm_config.cache_config, _CACHE_FACTS, "cache"),
     }
-    if facts["load.load_format"].endswith("dummy"):
+    if str(vllm_config.load_config.load_format) == "dummy":
         facts["model.seed"] = str(model.seed)
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     if draft is not None:
