@@ -128,7 +128,10 @@ def _check(
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         for store in stores:
             task = progress.add_task(store.name, total=store.report().payload_bytes)
 

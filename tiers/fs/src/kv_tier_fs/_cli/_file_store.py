@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["FileStore"]
 
 _BLOCK_SUFFIX: Final = ".bin"
+_PAGE_BYTES: Final = 4096
 
 
 @final
@@ -93,7 +94,8 @@ class FileStore(Store):
             yield Damage(self.folder, None, self.problem or "no description")
             return
         size = self.namespace.block_bytes
-        files = BlockFiles(TrailerFormat(self.namespace.fingerprint, size), direct_io=True)
+        trailers = TrailerFormat(self.namespace.fingerprint, size)
+        files = BlockFiles(trailers, direct_io=size % _PAGE_BYTES == 0)
         layout = FileLayout(self.root, self.namespace)
         with mmap.mmap(-1, size) as memory, memoryview(memory) as payload:
             for path, status in self._files():

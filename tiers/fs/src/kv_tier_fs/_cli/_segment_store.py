@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["SegmentStore"]
 
 _READ_BYTES: Final = 8 << 20
+_PAGE_BYTES: Final = 4096
 _NO_CHECKSUM: Final = 0
 
 
@@ -206,7 +207,7 @@ class SegmentStore(Store):
         size = header.block_bytes
         path = segment_path(stored.index.path.parent, stored.name.number)
         segment = Segment(stored.name, path, header.num_slots)
-        direct = DirectIO(size, wanted=True)
+        direct = DirectIO(size, wanted=size % _PAGE_BYTES == 0)
         files = SegmentFiles(self.root, direct, most_open=1)
         reader = SegmentReader(files, direct, size, lambda _: None)
         blocks = sorted(stored.live(), key=lambda block: block[1])
