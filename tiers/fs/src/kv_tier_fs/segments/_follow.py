@@ -126,7 +126,8 @@ class Follower:
         self._index = index
         self._gone = gone
         self._trust_times = trust_times
-        self._own = own
+        # By name of the folder. A writer whose folder was removed begins anew under another name.
+        self._own = set() if own is None else {own.hex()}
         self._writers: dict[Path, _Writer] = {}
         self._late: list[Frame] = []
         self._warn = Occasionally(time.monotonic)
@@ -167,7 +168,7 @@ class Follower:
                 self._read(number, index, dated, news)
 
     def _take_listing(self, writer: _Writer, listing: Listing, news: News) -> None:
-        if listing.writer == self._own:
+        if listing.folder.name in self._own:
             # Only what others remove is news. A segment is made known before its files are.
             present = set(listing.indexes)
             for number in writer.own_seen - present:
@@ -239,6 +240,10 @@ class Follower:
             and header.block_bytes == self._block_bytes
         )
 
+    def add_own(self, writer: WriterId) -> None:
+        """Note a further id of ours. Before its first segment is made; any thread."""
+        self._own.add(writer.hex())
+
     # -- the thread -----------------------------------------------------------------------------
 
     def tell(self) -> None:
@@ -280,8 +285,7 @@ class Follower:
 
     def _others(self) -> list[Path]:
         # Of our own stores we need not be told; what others remove is seen with the next look.
-        own = None if self._own is None else self._own.hex()
-        return [folder for folder in self._writers if folder.name != own]
+        return [folder for folder in self._writers if folder.name not in self._own]
 
     def _tell_guarded(self) -> None:
         try:
