@@ -246,13 +246,17 @@ class SegmentStorage:
         return failures
 
     def is_valid(self, place: Place, key: OffloadKey) -> bool:
-        """Say whether a block is what was stored; if it is damaged, retire it."""
+        """Say whether a block is what was stored; if it is damaged, retire it.
+
+        Raises:
+            OSError: That cannot be found out now.
+        """
         try:
             self._reader.check(place, key)
         except BlockDamagedError:
             self._retire([(key, place)])
             return False
-        except (BlockMissingError, OSError):
+        except BlockMissingError:
             return False
         return True
 

@@ -201,8 +201,12 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
         place = plan.present.get(index)
         if place is None:
             return False
-        if self._storage.is_valid(place, plan.keys[index]):
-            return True
+        try:
+            if self._storage.is_valid(place, plan.keys[index]):
+                return True
+        except OSError:
+            # Stored again, and if that fails as well, the block is still where it was.
+            return False
         plan.invalid.append(index)
         return False
 
