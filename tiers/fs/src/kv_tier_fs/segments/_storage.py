@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, final
 
-from kv_core.errors import BlockDamagedError, BlockDeclinedError, BlockMissingError
+from kv_core.errors import BlockDamagedError, BlockDeclinedError
 from kv_core.tierkit import Occasionally
 from kv_tier_fs._root import explained
 from kv_tier_fs.segments._collect import Collector
@@ -124,8 +124,13 @@ class SegmentStorage:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the blocks of the namespace take."""
-        return len(self.index) * self._block_bytes
+        """Bytes that the blocks of the namespace take on the disk, as far as is known."""
+        num_blocks = len(self.index)
+        if not num_blocks:
+            # What is left is reserved, or about to be reclaimed.
+            return 0
+        used_bytes = max(self._space.disk_bytes, num_blocks * self._block_bytes)
+        return min(used_bytes, self._config.capacity_bytes or used_bytes)
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -161,6 +166,7 @@ class SegmentStorage:
             lambda: open_watch(folder.path, local=local),
             interval_s=FOLLOW_EVERY_S,
             name=f"{name}-follow",
+            then=self._space.measure,
         )
         if self._collector is not None:
             self._collector.start(f"{name}-collect")
@@ -245,20 +251,19 @@ class SegmentStorage:
             )
         return failures
 
-    def is_valid(self, place: Place, key: OffloadKey) -> bool:
-        """Say whether a block is what was stored; if it is damaged, retire it.
+    def check(self, place: Place, key: OffloadKey) -> None:
+        """Check a block where it is, and retire it if it is damaged.
 
         Raises:
-            OSError: That cannot be found out now.
+            BlockDamagedError: It is not what was stored.
+            BlockMissingError: Its segment is not there.
+            OSError: It cannot be read.
         """
         try:
             self._reader.check(place, key)
         except BlockDamagedError:
             self._retire([(key, place)])
-            return False
-        except BlockMissingError:
-            return False
-        return True
+            raise
 
     def _retire(self, damaged: Sequence[tuple[OffloadKey, Place]]) -> None:
         if damaged:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 from typing_extensions import override
 
 from kv_core.contract import TierUsage
-from kv_core.errors import BlockMissingError
+from kv_core.errors import BlockDamagedError, BlockMissingError
 from kv_core.tierkit import RETIRING_KINDS, BatchOutcome, BatchTier
 from kv_tier_fs.segments._storage import SegmentStorage
 
@@ -202,12 +202,15 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
         if place is None:
             return False
         try:
-            if self._storage.is_valid(place, plan.keys[index]):
-                return True
+            try:
+            self._storage.check(place, plan.keys[index])
+        except (BlockDamagedError, BlockMissingError):
+            plan.invalid.append(index)
         except OSError:
-            # Stored again, and if that fails as well, the block is still where it was.
-            return False
-        plan.invalid.append(index)
+            # It may be intact. To store it once more costs space only, if that can be done.
+            pass
+        else:
+            return True
         return False
 
     @override
