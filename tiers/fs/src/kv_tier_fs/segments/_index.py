@@ -341,8 +341,10 @@ class BlockIndex:
             segments, words = np.asarray(table.segments), np.asarray(table.uses)
             for start in range(0, table.num_rows, _SURVEYED_AT_ONCE):
                 piece = slice(start, min(start + _SURVEYED_AT_ONCE, table.num_rows))
-                known = segments[piece] < size
-                numbers = segments[piece][known]
+                # A copy: between the look and the use, the engine's thread may free a row.
+                numbers = segments[piece].copy()
+                known = numbers < size
+                numbers = numbers[known]
                 counts += np.bincount(numbers, minlength=size)
                 sums += np.bincount(numbers, weights=words[piece][known] >> 1, minlength=size)
         return counts, sums
