@@ -262,34 +262,45 @@ class Follower:
                 self._index.post_drop(segment)
                 self._gone(segment)
 
-    def start(self, open_watch: Callable[[], Watch], *, interval_s: float, name: str) -> None:
+    def start(
+        self,
+        open_watch: Callable[[], Watch],
+        *,
+        interval_s: float,
+        name: str,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start to follow in the background.
 
         Args:
             open_watch: Returns what waits for changes.
             interval_s: How often to look when nothing is heard of changes.
             name: Name of the thread.
+            then: Called after every look.
         """
         thread = threading.Thread(
-            target=self._run, args=(open_watch, interval_s), name=name, daemon=True
+            target=self._run, args=(open_watch, interval_s, then), name=name, daemon=True
         )
         thread.start()
         self._thread = thread
 
-    def _run(self, open_watch: Callable[[], Watch], interval_s: float) -> None:
+    def _run(
+        self, open_watch: Callable[[], Watch], interval_s: float, then: Callable[[], None]
+    ) -> None:
         with open_watch() as watch:
             while not self._stopping.is_set():
                 watch.wait(interval_s, self._others(), self._stopping)
                 if not self._stopping.is_set():
-                    self._tell_guarded()
+                    self._tell_guarded(then)
 
     def _others(self) -> list[Path]:
         # Of our own stores we need not be told; what others remove is seen with the next look.
         return [folder for folder in self._writers if folder.name not in self._own]
 
-    def _tell_guarded(self) -> None:
+    def _tell_guarded(self, then: Callable[[], None]) -> None:
         try:
             self.tell()
+            then()
         except Exception as error:  # noqa: BLE001 - without the thread, nothing is ever seen again
             if self._warn.due():
                 logger.warning(

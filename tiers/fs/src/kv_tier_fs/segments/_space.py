@@ -6,7 +6,8 @@ just made counts in full before anything is in it.
 
 **Who owns what.** Pool threads call :meth:`Space.room`, one at a time; the lock of the root folder
 is held from the look at the folders until the new segment exists, so the bound holds over all
-processes. The collector calls :meth:`Space.next_victim`. The attributes are numbers, replaced by
+processes. The collector calls :meth:`Space.next_victim`, the follower's thread
+:meth:`Space.measure`. The attributes are numbers, replaced by
 pool threads and read by any.
 """
 
@@ -44,6 +45,9 @@ logger = logging.getLogger(__name__)
 _INDEX_BYTES_PER_BLOCK: Final = 128
 _PAGE_BYTES: Final = 4096
 _RECLAIM_EVERY_S: Final = 10.0
+# How much longer than a measurement has taken until the next: a folder with thousands of segments
+# is looked at less often.
+_MEASURE_SHARE: Final = 50
 
 
 def index_bytes(num_slots: int) -> int:
@@ -77,11 +81,10 @@ class _Inventory:
     """What the folders of a namespace hold, as of now."""
 
     def __init__(self, listings: Sequence[Listing], segments: Segments, block_bytes: int) -> None:
-        self.used_bytes = 0
+        self.used_bytes = sum(listing.size_bytes for listing in listings)
         self.removable: dict[Segment, int] = {}
         self.oldest_touch_s = float("inf")
         for listing in listings:
-            self.used_bytes += listing.size_bytes
             for name, payload, index in listing.segments():
                 size = payload.size_bytes + index.size_bytes
                 if not payload.sealed:
@@ -135,6 +138,7 @@ class Space:
         self._removed = removed
         self._neighbours = Neighbours(folder.root_dir, folder.path)
         self._reclaimed_at = clock()
+        self._measure_at = clock()
         self.disk_bytes = 0
         self.is_short = False
         self.removed_segments = 0
@@ -186,7 +190,21 @@ class Space:
         """
         with self._folder.lock_space(self._limits.lock_timeout_s):
             self._reclaim()
-            self.disk_bytes = self._look().used_bytes
+        self.measure()
+
+    def measure(self) -> None:
+        """Look how much the namespace takes now. Any thread, one at a time; without the lock.
+
+        Raises:
+            OSError: The folders cannot be looked at.
+        """
+        if self._clock() < self._measure_at:
+            return
+        began = self._clock()
+        listings = [list_writer(folder) for folder in list_writers(self._folder.path)]
+        self.disk_bytes = sum(listing.size_bytes for listing in listings)
+        took = self._clock() - began
+        self._measure_at = began + took * _MEASURE_SHARE
 
     def _reclaim(self) -> None:
         reclaim_leftovers(self._folder.root_dir, self._folder.path)
@@ -214,7 +232,7 @@ class Space:
                 f"the file system of {self._folder.path} has {format_bytes(free_bytes)} free, and "
                 f"'min_free_bytes' ({format_bytes(self._limits.min_free_bytes)}) is to stay free"
             )
-        self.disk_bytes = inventory.used_bytes + size_bytes
+        self.disk_bytes = inventory.used_bytes
         self.is_short = missing_bytes + size_bytes > 0
 
     def _missing_bytes(self, inventory: _Inventory, size_bytes: int) -> int:
