@@ -202,7 +202,6 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
         if place is None:
             return False
         try:
-            try:
             self._storage.check(place, plan.keys[index])
         except (BlockDamagedError, BlockMissingError):
             plan.invalid.append(index)
