@@ -12,7 +12,8 @@ import logging
 import traceback
 import typing
 import warnings
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, final
+from unittest.mock import patch
 from urllib.parse import quote
 
 from pydantic import BaseModel, Secret, SecretBytes, SecretStr
@@ -107,18 +108,19 @@ class Listener:
         self._warnings: list[warnings.WarningMessage] = []
 
     def __enter__(self) -> Self:
-        root, factory = logging.getLogger(), logging.getLogRecordFactory()
-        level = root.level
+        root = logging.getLogger()
 
-        def note(*args: Any, **kwargs: Any) -> logging.LogRecord:
-            record = factory(*args, **kwargs)
+        # Where a record goes once it has passed the filters of its logger: a tier may mask there
+        # what its client library says.
+        hand_on = logging.Logger.callHandlers
+
+        def note(logger: logging.Logger, record: logging.LogRecord) -> None:
             self._note(record)
-            return record
+            hand_on(logger, record)
 
-        self._stack.callback(root.setLevel, level)
+        self._stack.callback(root.setLevel, root.level)
         root.setLevel(logging.DEBUG)
-        self._stack.callback(logging.setLogRecordFactory, factory)
-        logging.setLogRecordFactory(note)
+        self._stack.enter_context(patch.object(logging.Logger, "callHandlers", note))
         self._stack.enter_context(contextlib.redirect_stdout(self._printed))
         self._stack.enter_context(contextlib.redirect_stderr(self._printed))
         self._warnings = self._stack.enter_context(warnings.catch_warnings(record=True))

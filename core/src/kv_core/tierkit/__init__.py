@@ -27,6 +27,7 @@ __all__ = [
     "HitClaim",
     "LoadFirstPool",
     "Occasionally",
+    "Occasionally",
     "Prober",
     "Question",
     "ThreadedTier",

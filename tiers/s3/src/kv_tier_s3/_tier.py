@@ -1,0 +1,56 @@
+"""The tier: chooses the engine, and says what is wrong when it cannot be opened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from typing_extensions import override
+
+from kv_core.errors import TierOpenError
+from kv_tier_fsspec.store import ObjectTier
+from kv_tier_s3._bucket import Bucket, cannot_open
+from kv_tier_s3._config import Engine
+from kv_tier_s3._errors import S3Error
+
+if TYPE_CHECKING:
+    from kv_tier_fsspec.store import ObjectStore
+    from kv_tier_s3._bucket import S3Client
+    from kv_tier_s3._config import S3Config
+
+__all__ = ["S3Tier"]
+
+
+@final
+class S3Tier(ObjectTier):
+    """One checksummed object a block, in one bucket."""
+
+    config: S3Config
+
+    @override
+    async def open(self) -> None:
+        try:
+            await super().open()
+        except S3Error as error:
+            raise cannot_open(self.config, error) from None
+
+    @override
+    def make_store(self) -> ObjectStore:
+        return Bucket(self._make_client(), self.context)
+
+    @override
+    def root(self, store: ObjectStore) -> str:
+        return self.config.prefix
+
+    def _make_client(self) -> S3Client:
+        if self.config.engine is Engine.S3FS:
+            from kv_tier_s3._s3fs_store import S3fsStore
+
+            return S3fsStore(self.config)
+        try:
+            from kv_tier_s3._obstore_store import ObstoreStore
+        except ImportError as error:
+            raise TierOpenError(
+                f"'engine' is 'obstore', which cannot be imported ({error}). Run: pip install "
+                "'kv-tier-s3[obstore]', or leave 'engine' out"
+            ) from error
+        return ObstoreStore(self.config)
