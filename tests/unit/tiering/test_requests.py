@@ -45,6 +45,12 @@ def test_what_is_not_understood_keeps_the_request_out(params: Any) -> None:
     assert _wishes(params) == (False, False)
 
 
+def test_tiers_can_be_left_out() -> None:
+    """A client that must not wait for storage still gets what is in CPU memory."""
+    state = RequestTable().state(ReqContext("a", {PARAMS_KEY: {"tiers": False}}))
+    assert (state.may_load, state.may_store, state.may_promote) == (True, True, False)
+
+
 def test_no_wish_is_no_wish() -> None:
     """A client may leave the entry empty."""
     assert _wishes(None) == (True, True)

@@ -169,8 +169,8 @@ class OffloadingSettings(TieringConfig):
         known = installed_policies()
         if name not in known:
             raise ConfigError(
-                f"unknown eviction policy {name!r}{_suggestion(name, known)}; known are "
-                f"{', '.join(known)}",
+                f"'eviction_policy': unknown eviction policy {name!r}"
+                f"{_suggestion(name, known)}; known are {', '.join(known)}",
                 setting="eviction_policy",
             )
         return name

@@ -159,7 +159,7 @@ class TieringOffloadingManager(OffloadingManager):
         if state.waiting and self._patience.is_exhausted(state):
             return _MISS
         if answer is _MISS:
-            answer = self._lookup_below(key, state)
+            answer = self._lookup_below(key, state) if state.may_promote else _MISS
             if answer is _MISS:
                 return answer
         if not state.waiting:

@@ -23,7 +23,12 @@ __all__ = ["PARAMS_KEY", "RequestState", "RequestTable"]
 _LOGGER: Final = logging.getLogger(__name__)
 
 PARAMS_KEY: Final = "kv_core"
-"""Entry of a request's ``kv_transfer_params`` that is ours: ``{"load": false, "store": false}``."""
+"""Entry of a request's ``kv_transfer_params`` that is ours.
+
+``{"load": false, "store": false, "tiers": false}``, all true by default.
+"""
+
+_WISHES: Final = frozenset({"load", "store", "tiers"})
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +40,7 @@ class RequestState:
         sequence: Order of arrival; smaller is older.
         may_load: Whether the client lets the request load blocks.
         may_store: Whether the client lets the request's blocks be stored.
+        may_promote: Whether the client lets blocks come from the tiers below.
         waiting: Whether its last lookups were left without a final answer.
         first_unknown_at: When it was first left waiting, seconds on the engine's clock.
         gave_up: Whether it has waited past its deadline: it is told yes or no from then on.
@@ -54,6 +60,7 @@ class RequestState:
     sequence: int
     may_load: bool = True
     may_store: bool = True
+    may_promote: bool = True
     waiting: bool = False
     first_unknown_at: float | None = None
     gave_up: bool = False
@@ -165,19 +172,20 @@ class RequestTable:
             return
         wishes = ours if isinstance(ours, Mapping) else {}
         load, store = wishes.get("load", True), wishes.get("store", True)
-        understood = isinstance(ours, Mapping) and wishes.keys() <= {"load", "store"}
-        if not (understood and isinstance(load, bool) and isinstance(store, bool)):
+        promote = wishes.get("tiers", True)
+        understood = isinstance(ours, Mapping) and wishes.keys() <= _WISHES
+        if not (understood and all(isinstance(wish, bool) for wish in (load, store, promote))):
             if not self._warned_of_params:
                 self._warned_of_params = True
                 _LOGGER.warning(
                     "kv_transfer_params[%r] of request %s is not understood; expected "
-                    '{"load": true|false, "store": true|false}. It is kept out of the cache, as is '
-                    "any further one, without a word",
+                    '{"load": true|false, "store": true|false, "tiers": true|false}. It is kept '
+                    "out of the cache, as is any further one, without a word",
                     PARAMS_KEY,
                     state.context.req_id,
                 )
             load = store = False
-        state.may_load, state.may_store = load, store
+        state.may_load, state.may_store, state.may_promote = load, store, promote
         self.has_wishes = True
 
 

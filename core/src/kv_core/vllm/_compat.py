@@ -91,6 +91,7 @@ __all__ = [
     "init_tier",
     "job_result",
     "job_slots",
+    "may_load_from_storage",
     "new_stats",
     "offloading_event",
     "registered_specs",
@@ -248,3 +249,9 @@ def new_stats() -> Any:
     )
 
     return OffloadingConnectorStats()
+
+
+def may_load_from_storage(req_context: Any) -> bool:
+    """Say whether a request's ``kv_load_tiers`` admit tiers below the CPU's memory."""
+    tier_filter = getattr(req_context, "load_tier_filter", None)
+    return tier_filter is None or bool(tier_filter.allows(Medium.STORAGE, None))

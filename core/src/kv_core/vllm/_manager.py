@@ -16,18 +16,19 @@ vLLM's connector differs from what our manager was written for in these ways:
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
 from typing_extensions import override
 
 from kv_core.contract import OffloadPolicy, ReqContext, ScheduleEndContext
 from kv_core.engine import LookupResult
-from kv_core.tiering import EngineReset
+from kv_core.tiering import PARAMS_KEY, EngineReset
 from kv_core.vllm import _compat
 from kv_core.vllm._rows import PrimaryRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from kv_core.engine import OffloadingManager
     from kv_core.keys import OffloadKey
@@ -170,14 +171,10 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
 
     def _context(self, req_context: _compat.ReqContext) -> ReqContext:
         """Return our word for a request, which may have ended."""
-        context = self._contexts.get(req_context.req_id)
-        if context is None:
-            context = ReqContext(req_context.req_id, req_context.kv_transfer_params or {})
-        return context
+        return self._contexts.get(req_context.req_id) or _our_context(req_context)
 
     def _remember(self, req_context: _compat.ReqContext) -> ReqContext:
-        context = ReqContext(req_context.req_id, req_context.kv_transfer_params or {})
-        self._contexts[req_context.req_id] = context
+        context = self._contexts[req_context.req_id] = _our_context(req_context)
         return context
 
     @override
@@ -248,3 +245,13 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
     @override
     def shutdown(self) -> None:
         self._shutdown()
+
+
+def _our_context(req_context: _compat.ReqContext) -> ReqContext:
+    """Translate a request, with what its client wishes in vLLM's words."""
+    params = req_context.kv_transfer_params or {}
+    if not _compat.may_load_from_storage(req_context):
+        wishes = params.get(PARAMS_KEY, {})
+        if isinstance(wishes, Mapping):
+            params = {**params, PARAMS_KEY: {**wishes, "tiers": False}}
+    return ReqContext(req_context.req_id, params)

@@ -93,6 +93,7 @@ _BLOCKS: Final = "vllm:kv_core_primary_blocks"
 _HIT_BLOCKS: Final = "vllm:kv_core_hit_blocks"
 
 _TIER_COUNTERS: Final = {
+    # What the engine saw of a tier.
     "engine_queries": (
         "vllm:kv_offload_tiering_chunk_queries",
         "Blocks that a tier was asked for and has answered.",
@@ -105,25 +106,31 @@ _TIER_COUNTERS: Final = {
         "vllm:kv_core_tier_lookup_errors",
         "Blocks that a tier was asked for and did not deliver because of an error.",
     ),
-    "blocks_stored": ("vllm:kv_core_tier_stored_blocks", "Blocks that a tier has taken."),
-    "blocks_failed": ("vllm:kv_core_tier_failed_blocks", "Blocks that a tier failed to store."),
-    "blocks_declined": (
+    "engine_blocks_stored": ("vllm:kv_core_tier_stored_blocks", "Blocks that a tier has taken."),
+    "engine_blocks_failed": (
+        "vllm:kv_core_tier_failed_blocks",
+        "Blocks that a tier failed to store.",
+    ),
+    "engine_blocks_declined": (
         "vllm:kv_core_tier_declined_blocks",
         "Blocks that a tier declined to store.",
     ),
-    "blocks_dropped": (
+    "engine_blocks_dropped": (
         "vllm:kv_offload_tiering_backpressure_blocks_dropped",
         "Blocks that were not given to a tier because its stores take too long.",
     ),
-    "blocks_throttled": (
+    "engine_blocks_throttled": (
         "vllm:kv_core_tier_throttled_blocks",
         "Blocks that were not given to a tier because too much is on its way there.",
     ),
-    "blocks_skipped": (
+    "engine_blocks_skipped": (
         "vllm:kv_core_tier_skipped_blocks",
         "Blocks that were not given to a tier because it is not healthy.",
     ),
-    "jobs_stalled": ("vllm:kv_core_tier_stalled_jobs", "Jobs that a tier did not end in time."),
+    "engine_jobs_stalled": (
+        "vllm:kv_core_tier_stalled_jobs",
+        "Jobs that a tier did not end in time.",
+    ),
     "contained_exceptions": (
         "vllm:kv_core_tier_exceptions",
         "Exceptions of a tier that were contained.",

@@ -266,8 +266,8 @@ class KVCoreOffloadingWorker(_compat.OffloadingWorker):  # type: ignore[misc]  #
             return TransferResult(job_id, True, 0, 0.0, ("GPU", "CPU"))
         raise CopyError(
             f"a load of {len(slots)} block(s) from CPU memory failed twice (transfer {job_id}); "
-            "the log says why. vLLM cannot be told of it, so the engine ends rather than go on with "
-            "wrong bytes",
+            "the log says why. vLLM cannot be told of it, so the engine ends rather than go on "
+            "with wrong bytes",
             error_name="failed twice",
         )
 
