@@ -149,7 +149,8 @@ class Instance:
     def open_index(self) -> None:
         """Fill the index from what is there, as an opening does."""
         self.space.tidy()
-        self.index.load(self.follower.look().stored)
+        self.follower.look(self.index.load)
+        self.index.end_load()
 
     def _views(self, count: int) -> Sequence[memoryview]:
         size = _BLOCK_BYTES

@@ -30,20 +30,28 @@ def test_what_another_writer_stores_is_found(instance: Open) -> None:
     assert two.load(*range(1, 6)) == [1, 2, 3, 4, 5]
 
 
+def stored(instance: Any) -> list[Any]:
+    """Look; return the segments in which something was stored."""
+    segments: list[Any] = []
+    instance.follower.look(lambda segment, _: segments.append(segment))
+    return segments
+
+
 def test_a_look_without_news_has_none(instance: Open) -> None:
     """Nothing is told twice."""
     one, two = instance(), instance()
     assert one.store(1) == {}
-    assert len(two.follower.look().stored) == 1
-    news = two.follower.look()
-    assert (news.stored, news.removed, news.gone) == ([], [], [])
+    assert len(stored(two)) == 1
+    again: list[Any] = []
+    news = two.follower.look(lambda *found: again.append(found))
+    assert (again, news.removed, news.gone) == ([], [], [])
 
 
 def test_own_stores_are_no_news(instance: Open) -> None:
     """The engine's thread enters them itself."""
     one = instance()
     assert one.store(1) == {}
-    assert one.follower.look().stored == []
+    assert stored(one) == []
 
 
 def test_the_oldest_index_comes_first(instance: Open) -> None:
@@ -53,8 +61,8 @@ def test_the_oldest_index_comes_first(instance: Open) -> None:
     assert older.store(2) == {}
     for made, at in ((older, 1000), (newer, 2000)):
         os.utime(made.own.path / "00000001.idx", (at, at))
-    stored = one.follower.look().stored
-    assert [segment.name.writer for segment, _ in stored] == [older.own.writer, newer.own.writer]
+    found = [segment.name.writer for segment in stored(one)]
+    assert found == [older.own.writer, newer.own.writer]
 
 
 def test_what_another_writer_removes_is_not_found(instance: Open) -> None:
@@ -271,7 +279,7 @@ def test_an_error_does_not_end_the_thread(
     one = instance()
     looks = threading.Semaphore(0)
 
-    def fail() -> None:
+    def fail(_: Any) -> None:
         looks.release()
         raise OSError(5, "Input/output error")
 

@@ -44,6 +44,13 @@ def frame_of(
     return Frame(kind, WRITER, 1, len(keys[0]), b"".join(keys), slots, slots.astype(np.uint64) * 10)
 
 
+def load(index: BlockIndex, frames: Sequence[tuple[Segment, Frame]]) -> None:
+    """Fill an index as an opening does."""
+    for segment, frame in frames:
+        index.load(segment, [frame])
+    index.end_load()
+
+
 class Listener:
     """Replays what an index tells."""
 
@@ -328,7 +335,7 @@ def test_a_large_listing_is_filled_in_at_once() -> None:
         (first if start < 600 else second, frame_of(keys_of(*range(start, start + 50)), start))
         for start in range(0, 1200, 50)
     ]
-    index.load(frames)
+    load(index, frames)
     assert len(index) == 1200
     for number in (0, 599, 600, 1199):
         assert index.locate(key_of(number)) == (
@@ -347,7 +354,7 @@ def test_of_blocks_that_are_listed_twice_the_latest_counts() -> None:
     """The earlier place is kept as a further one."""
     index, old, new = BlockIndex(), segment_of(1), segment_of(2)
     keys = keys_of(*range(400))
-    index.load([(old, frame_of(keys)), (new, frame_of(keys[:10], 500))])
+    load(index, [(old, frame_of(keys)), (new, frame_of(keys[:10], 500))])
     assert len(index) == 400
     assert index.places(keys[3]) == [(new, 503, 5030), (old, 3, 30)]
     assert index.places(keys[10]) == [(old, 10, 100)]
@@ -358,7 +365,7 @@ def test_nobody_is_told_of_what_was_there_from_the_start() -> None:
     """Events replay onto the listing at the opening."""
     told: list[Sequence[OffloadKey]] = []
     index = BlockIndex()
-    index.load([(segment_of(1), frame_of(keys_of(*range(300))))])
+    load(index, [(segment_of(1), frame_of(keys_of(*range(300))))])
     index.listen(told.append, told.append)
     assert (told, len(index)) == ([], 300)
 

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, final
 
 from kv_core.tierkit import Occasionally
 from kv_tier_fs.segments._format import FrameKind
 from kv_tier_fs.segments._index_reader import IndexReader
 from kv_tier_fs.segments._listing import REMOVALS_NUMBER, list_writer, list_writers
-from kv_tier_fs.segments._segment import Segment, SegmentName
+from kv_tier_fs.segments._segment import PAYLOAD_SUFFIX, SegmentName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from kv_tier_fs.segments._folder import NamespaceFolder
     from kv_tier_fs.segments._format import Frame, WriterId
     from kv_tier_fs.segments._index import BlockIndex
     from kv_tier_fs.segments._listing import Listing
-    from kv_tier_fs.segments._segment import Segments
+    from kv_tier_fs.segments._segment import Segment, Segments
     from kv_tier_fs.segments._watch import Watch
 
 __all__ = ["Follower", "News"]
@@ -43,15 +46,13 @@ _SETTLED_S: Final = 2.0
 @final
 @dataclass(slots=True)
 class News:
-    """What has happened since the last look.
+    """What has happened since the last look, besides stores.
 
     Attributes:
-        stored: Blocks by segment, the oldest index first.
         removed: Blocks that do not count any more.
         gone: Segments that are not there any more.
     """
 
-    stored: list[tuple[Segment, Frame]] = field(default_factory=list)
     removed: list[Frame] = field(default_factory=list)
     gone: list[Segment] = field(default_factory=list)
 
@@ -62,15 +63,19 @@ class _Index:
     Attributes:
         reader: Reads it.
         state: Inode, length and time of the file when it was read last.
+        found: The same when it was looked at last.
+        sealed: Whether it was sealed then.
         segment: The segment; ``None`` for the index of removals, and for one to be ignored.
         complete: Whether nothing will come any more.
     """
 
-    __slots__ = ("complete", "reader", "segment", "state")
+    __slots__ = ("complete", "found", "reader", "sealed", "segment", "state")
 
     def __init__(self, reader: IndexReader) -> None:
         self.reader = reader
         self.state: tuple[int, int, float] | None = None
+        self.found: tuple[int, int, float] | None = None
+        self.sealed = False
         self.segment: Segment | None = None
         self.complete = False
 
@@ -136,26 +141,38 @@ class Follower:
 
     # -- one look -------------------------------------------------------------------------------
 
-    def look(self) -> News:
+    def look(self, stored: Callable[[Segment, list[Frame]], None]) -> News:
         """Find out what has happened since the last look.
 
         What cannot be read now is left for the next look.
+
+        Args:
+            stored: Called with what was stored in a segment; the index that was written to
+                longest ago comes first.
         """
         news = News()
-        dated: list[tuple[float, Segment, Frame]] = []
         folders = list_writers(self._folder.path)
         for folder in folders:
-            try:
-                self._look_at(folder, dated, news)
-            except OSError as error:
-                logger.debug("the writer in %s cannot be followed now: %s", folder, error)
+            with self._left_for_later(folder):
+                self._list(folder, news)
         for folder in self._writers.keys() - set(folders):
             self._take_listing(self._writers.pop(folder), list_writer(folder), news)
-        dated.sort(key=lambda entry: entry[0])
-        news.stored = [(segment, frame) for _, segment, frame in dated]
+        for _, number, index in sorted(self._changed(), key=itemgetter(0)):
+            with self._left_for_later(index.reader.path):
+                self._read(number, index, stored, news)
         return news
 
-    def _look_at(self, folder: Path, dated: list[tuple[float, Segment, Frame]], news: News) -> None:
+    @contextmanager
+    def _left_for_later(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            # Removed meanwhile, as the next look will tell.
+            pass
+        except OSError as error:
+            logger.debug("%s cannot be followed now: %s", path, error)
+
+    def _list(self, folder: Path, news: News) -> None:
         writer = self._writers.setdefault(folder, _Writer())
         changed_at_ns = folder.stat().st_mtime_ns
         if not (self._trust_times and writer.settled and writer.listed_at_ns == changed_at_ns):
@@ -163,9 +180,23 @@ class Follower:
             writer.settled = time.time() - changed_at_ns / 1e9 > _SETTLED_S
             writer.listed_at_ns = changed_at_ns
             self._take_listing(writer, list_writer(folder), news)
-        for number, index in writer.indexes.items():
-            if not index.complete:
-                self._read(number, index, dated, news)
+
+    def _changed(self) -> Iterator[tuple[float, int, _Index]]:
+        """Return when indexes that have changed since they were read were written to."""
+        for writer in self._writers.values():
+            for number, index in writer.indexes.items():
+                if index.complete:
+                    continue
+                with self._left_for_later(index.reader.path):
+                    status = os.lstat(index.reader.path)
+                    state = (status.st_ino, status.st_size, status.st_mtime)
+                    index.sealed = not status.st_mode & stat.S_IWUSR
+                    if state != index.state or index.sealed:
+                        if index.state is not None and index.state[0] != status.st_ino:
+                            # An index of removals that was made anew, without what is moot.
+                            index.reader = IndexReader(self._folder.root_dir, index.reader.path)
+                        index.found = state
+                        yield status.st_mtime, number, index
 
     def _take_listing(self, writer: _Writer, listing: Listing, news: News) -> None:
         if listing.folder.name in self._own:
@@ -190,25 +221,14 @@ class Follower:
         self,
         number: int,
         index: _Index,
-        dated: list[tuple[float, Segment, Frame]],
+        stored: Callable[[Segment, list[Frame]], None],
         news: News,
     ) -> None:
-        try:
-            status = os.lstat(index.reader.path)
-            sealed = not status.st_mode & 0o200
-            state = (status.st_ino, status.st_size, status.st_mtime)
-            if state == index.state and not sealed:
-                return
-            if index.state is not None and index.state[0] != status.st_ino:
-                # An index of removals that was made anew, without what is moot.
-                index.reader = IndexReader(self._folder.root_dir, index.reader.path)
-            frames = index.reader.read()
-        except FileNotFoundError:
-            return
-        index.state = state
+        frames = index.reader.read()
+        index.state = index.found
         header = index.reader.header
         if header is None:
-            index.complete = sealed or index.reader.is_of_another_version
+            index.complete = index.sealed or index.reader.is_of_another_version
             return
         if not self._is_ours(index.reader, number):
             index.complete = True
@@ -217,18 +237,20 @@ class Follower:
             news.removed.extend(frame for frame in frames if frame.kind == FrameKind.REMOVED)
             return
         if index.segment is None:
-            path = index.reader.path.with_suffix(".seg")
+            path = index.reader.path.with_suffix(PAYLOAD_SUFFIX)
             name = SegmentName(header.writer, number)
             index.segment = self._segments.add(name, path, header.num_slots)
-        index.segment.sealed |= sealed
-        index.complete = sealed
-        dated.extend(
-            (status.st_mtime, index.segment, frame)
+        index.segment.sealed |= index.sealed
+        index.complete = index.sealed
+        good = [
+            frame
             for frame in frames
             if frame.kind == FrameKind.STORED
             and (frame.writer, frame.segment) == (header.writer, number)
             and int(frame.slots.max()) < header.num_slots
-        )
+        ]
+        if good:
+            stored(index.segment, good)
 
     def _is_ours(self, reader: IndexReader, number: int) -> bool:
         """Say whether an index is what its place says: files may have been swapped or copied."""
@@ -248,9 +270,7 @@ class Follower:
 
     def tell(self) -> None:
         """Look, and queue what there is for the engine's thread."""
-        news = self.look()
-        for segment, frame in news.stored:
-            self._index.post(segment, frame)
+        news = self.look(self._post)
         for frame in (*self._late, *news.removed):
             target = self._segments.get(SegmentName(frame.writer, frame.segment))
             if target is not None:
@@ -261,6 +281,10 @@ class Follower:
             if self._segments.discard(segment):
                 self._index.post_drop(segment)
                 self._gone(segment)
+
+    def _post(self, segment: Segment, frames: list[Frame]) -> None:
+        for frame in frames:
+            self._index.post(segment, frame)
 
     def start(
         self,

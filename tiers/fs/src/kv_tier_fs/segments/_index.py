@@ -42,8 +42,6 @@ _APPLIED_AT_ONCE: Final = 512
 # Rows that one apply() cleans up, at least, and what part of all that are waiting.
 _CLEANED_AT_ONCE: Final = 128
 _CLEANED_SHARE: Final = 64
-# Below, filling a table row by row is faster.
-_LEAST_BULK: Final = 256
 _LAST_USE: Final = 0x7FFF_FFFF
 # Rows that a survey counts in one call to numpy, which holds the interpreter for so long.
 _SURVEYED_AT_ONCE: Final = 1 << 14
@@ -122,6 +120,7 @@ class BlockIndex:
         self._inbox: deque[tuple[Segment, Frame] | _Copies | _Drop] = deque()
         self._to_clean: deque[tuple[KeyTable, npt.NDArray[np.int64]]] = deque()
         self._num_to_clean = 0
+        self._late: list[tuple[Segment, Frame]] = []
         self.unwanted: deque[tuple[OffloadKey, Segment, int]] = deque()
         self._use = 1
         # What goes into a column: the use, and the bit.
@@ -265,23 +264,48 @@ class BlockIndex:
         segment.gone = True
         self._drop(_Drop(segment, self._rows_in(segment)))
 
-    def load(self, frames: Sequence[tuple[Segment, Frame]]) -> None:
-        """Fill the index at the opening, from the oldest frame to the latest.
+    def load(self, segment: Segment, frames: Iterable[Frame]) -> None:
+        """Take over what a segment holds, at the opening: the oldest segment first.
 
-        Much faster than :meth:`put` while the index is empty. Removals must not be among them.
-        Nobody is told of what was there from the start.
+        Much faster than :meth:`put`. Only after :meth:`end_load` anything is found. Removals must
+        not be among the frames. Nobody is told of what was there from the start.
         """
-        by_length: dict[int, list[tuple[Segment, Frame]]] = {}
-        for segment, frame in frames:
-            self._use = max(self._use, segment.used_at)
-            by_length.setdefault(frame.key_bytes, []).append((segment, frame))
-        for key_bytes, chosen in by_length.items():
-            count = sum(len(frame) for _, frame in chosen)
-            if count < _LEAST_BULK or not key_bytes or self._tables.get(key_bytes):
-                for segment, frame in chosen:
-                    self._put_frame(segment, frame)
-            else:
-                self._fill(key_bytes, chosen)
+        number = self._number(segment)
+        self._use = max(self._use, segment.used_at)
+        for frame in frames:
+            if not frame.key_bytes:
+                # Of the empty key there is one.
+                self._late.append((segment, frame))
+                continue
+            table = self._table(frame.key_bytes)
+            rows = table.append(frame.keys)
+            np.asarray(table.slots)[rows] = frame.slots
+            np.asarray(table.checksums)[rows] = frame.checksums
+            np.asarray(table.uses)[rows] = segment.used_at << 1
+            np.asarray(table.segments)[rows] = number
+            self._count(number, len(frame))
+
+    def end_load(self) -> None:
+        """Let everything be found that was taken over."""
+        for table in self._tables.values():
+            # Equal keys one by one: of several places, the latest is the current one.
+            for row in table.build():
+                key, slot, checksum = table.key_at(row), table.slots[row], table.checksums[row]
+                segment = self._segments[table.segments[row]]
+                self._count(table.segments[row], -1)
+                table.give_up(row)
+                self._put(segment, (key,), (slot,), (checksum,), segment.used_at)
+        for segment, frame in self._late:
+            slots, checksums = frame.slots.tolist(), frame.checksums.tolist()
+            self._put(segment, frame.split_keys(), slots, checksums, segment.used_at)
+        self._late.clear()
+
+    def _count(self, number: int, count: int) -> None:
+        segment = self._segments[number]
+        self._rows[number] += count
+        segment.entered_blocks += count
+        segment.live_blocks += count
+        self._num_blocks += count
 
     # -- changes by other threads ---------------------------------------------------------------
 
@@ -421,10 +445,7 @@ class BlockIndex:
             table.checksums[row] = checksum
             table.segments[row] = number
         # Once for all of them: this is what a store costs the engine's thread.
-        self._rows[number] += len(keys)
-        segment.entered_blocks += len(keys)
-        segment.live_blocks += len(keys)
-        self._num_blocks += len(keys)
+        self._count(number, len(keys))
         if stored:
             self._on_stored(stored)
 
@@ -475,16 +496,6 @@ class BlockIndex:
         self._segments[number] = _NONE
         self._free_numbers.append(number)
 
-    def _put_frame(self, segment: Segment, frame: Frame) -> None:
-        if not segment.gone:
-            self._put(
-                segment,
-                frame.split_keys(),
-                frame.slots.tolist(),
-                frame.checksums.tolist(),
-                segment.used_at,
-            )
-
     def _apply_frame(self, segment: Segment, frame: Frame) -> None:
         if frame.kind == FrameKind.STORED:
             if not segment.gone:
@@ -519,45 +530,6 @@ class BlockIndex:
             else:
                 # Stored again meanwhile.
                 self._spares.add(key, (target, slot, checksum))
-
-    def _fill(self, key_bytes: int, frames: Sequence[tuple[Segment, Frame]]) -> None:
-        table = self._table(key_bytes)
-        lengths = [len(frame) for _, frame in frames]
-        numbers = np.repeat(
-            np.array([self._number(segment) for segment, _ in frames], dtype=np.uint32), lengths
-        )
-        rows, rejected = table.fill(b"".join(frame.keys for _, frame in frames))
-        np.asarray(table.slots)[rows] = np.concatenate([frame.slots for _, frame in frames])
-        np.asarray(table.checksums)[rows] = np.concatenate([frame.checksums for _, frame in frames])
-        np.asarray(table.uses)[rows] = np.repeat(
-            np.array([segment.used_at << 1 for segment, _ in frames], dtype=np.uint32), lengths
-        )
-        numbers[rejected] = NOWHERE
-        np.asarray(table.segments)[rows] = numbers
-        filled = np.bincount(numbers[~rejected], minlength=len(self._segments)).tolist()
-        for number, count in enumerate(filled):
-            self._rows[number] += count
-            self._segments[number].entered_blocks += count
-            self._segments[number].live_blocks += count
-        self._num_blocks += len(table)
-        self._put_rejected(frames, rejected)
-
-    def _put_rejected(
-        self, frames: Sequence[tuple[Segment, Frame]], rejected: npt.NDArray[np.bool_]
-    ) -> None:
-        start = 0
-        for segment, frame in frames:
-            chosen = np.flatnonzero(rejected[start : start + len(frame)]).tolist()
-            start += len(frame)
-            if chosen:
-                keys = frame.split_keys()
-                self._put(
-                    segment,
-                    [keys[index] for index in chosen],
-                    [int(frame.slots[index]) for index in chosen],
-                    [int(frame.checksums[index]) for index in chosen],
-                    segment.used_at,
-                )
 
     # -- segments that are gone -----------------------------------------------------------------
 

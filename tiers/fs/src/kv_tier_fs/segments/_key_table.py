@@ -87,6 +87,7 @@ class KeyTable:
     """
 
     __slots__ = (
+        "_appended",
         "_counts",
         "_free",
         "checksums",
@@ -110,6 +111,7 @@ class KeyTable:
         self._counts = [0] * _SHARDS
         self.keys = bytearray()
         self._free: list[int] = []
+        self._appended: list[tuple[int, npt.NDArray[np.int64]]] = []
         self.num_rows = 0
         self._set_columns(max(expected_rows, _FIRST_ROWS), 0)
         self._take_rows(_FIRST_ROW)
@@ -219,31 +221,44 @@ class KeyTable:
 
     # -- many keys ------------------------------------------------------------------------------
 
-    def fill(self, keys: bytes) -> tuple[slice, npt.NDArray[np.bool_]]:
-        """Fill an empty table. The caller fills the columns.
+    def append(self, keys: bytes) -> slice:
+        """Give new keys rows one after the other; :meth:`build` makes them findable.
 
         Args:
-            keys: All keys, one after the other.
-
-        Returns:
-            Their rows, and which of them could not be added, because of another with the same
-            hash: an equal one as a rule. Their rows are free.
+            keys: All keys, one after the other; none of them may be findable already.
         """
         count = len(keys) // self.key_bytes
         first = self._take_rows(count)
-        rows = slice(first, first + count)
         self.keys[first * self.key_bytes : (first + count) * self.key_bytes] = keys
-        digests = self._hash(keys, count)
+        self._appended.append((first, self._hash(keys, count)))
+        return slice(first, first + count)
+
+    def build(self) -> list[int]:
+        """Make appended keys findable, in a table that had none before.
+
+        Returns:
+            Rows of keys that are not, because of another with the same hash: an equal one as a
+            rule. The caller frees them with :meth:`give_up`.
+        """
+        if not self._appended:
+            return []
+        rows = np.concatenate([np.arange(f, f + len(d)) for f, d in self._appended])
+        digests = np.concatenate([d for _, d in self._appended])
+        self._appended.clear()
         order = np.argsort(digests, kind="stable")
-        twins = digests[order[1:]] == digests[order[:-1]]
-        rejected = np.zeros(count, dtype=np.bool_)
+        digests, rows = digests[order], rows[order]
+        twins = digests[1:] == digests[:-1]
+        rejected = np.zeros(len(rows), dtype=np.bool_)
         if twins.any():
-            rejected[order[1:][twins]] = True
-            rejected[order[:-1][twins]] = True
-            order = order[~rejected[order]]
-            self._free.extend((np.flatnonzero(rejected) + first).tolist())
-        self._build(digests[order], order + first)
-        return rows, rejected
+            rejected[1:][twins] = True
+            rejected[:-1][twins] = True
+        self._build(digests[~rejected], rows[~rejected])
+        return sorted(rows[rejected].tolist())
+
+    def give_up(self, row: int) -> None:
+        """Free a row whose key is not findable."""
+        self.segments[row] = NOWHERE
+        self._free.append(row)
 
     def _hash(self, keys: bytes, count: int) -> npt.NDArray[np.int64]:
         digests = np.empty(count, dtype=np.int64)

@@ -8,6 +8,7 @@ thread. ``removals_due`` is a deque that any thread may add to and any pool thre
 
 from __future__ import annotations
 
+import itertools
 import logging
 import resource
 from collections import deque
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from kv_core.contract import OffloadKey, PrimaryView, TierContext
     from kv_tier_fs._config import FsConfig
     from kv_tier_fs.segments._folder import WriterFolder
-    from kv_tier_fs.segments._follow import News
+    from kv_tier_fs.segments._format import Frame
     from kv_tier_fs.segments._index import Place
     from kv_tier_fs.segments._segment import Segment
     from kv_tier_fs.segments._writer import Stored
@@ -158,7 +159,7 @@ class SegmentStorage:
             trust_times=local,
         )
         with explained(self._root):
-            self._fill_index(self._follower.look())
+            self._fill_index(self._follower)
         if self._own is not None:
             self._open_writer(self._own)
         name = f"kv-{self._tier_name}"
@@ -171,11 +172,16 @@ class SegmentStorage:
         if self._collector is not None:
             self._collector.start(f"{name}-collect")
 
-    def _fill_index(self, news: News) -> None:
+    def _fill_index(self, follower: Follower) -> None:
         # Nothing better is known of uses than the order in which the blocks were written.
-        for use, segment in enumerate(dict.fromkeys(segment for segment, _ in news.stored), 1):
-            segment.used_at = use
-        self.index.load(news.stored)
+        uses = itertools.count(1)
+
+        def load(segment: Segment, frames: list[Frame]) -> None:
+            segment.used_at = next(uses)
+            self.index.load(segment, frames)
+
+        news = follower.look(load)
+        self.index.end_load()
         for frame in news.removed:
             target = self._segments.get(SegmentName(frame.writer, frame.segment))
             if target is not None:
