@@ -35,6 +35,7 @@ class ModelShape:
         vocabulary: Number of tokens.
         sliding_window: Tokens that a sliding layer sees; ``None`` when every layer sees all.
         sliding_layers: Which layers slide; the others see all.
+        seed: What the weights are drawn from.
     """
 
     hidden: int
@@ -46,12 +47,15 @@ class ModelShape:
     vocabulary: int = 512
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    seed: int = 20260
 
 
 _TINY: Final = ModelShape(hidden=64, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=128)
 
 MODELS: Final[dict[str, ModelShape]] = {
     "tiny": _TINY,
+    # Alike in everything but the weights.
+    "twin": replace(_TINY, seed=20261),
     "sliding": replace(_TINY, sliding_window=96, sliding_layers=(0, 1, 2, 3)),
     "hybrid": replace(_TINY, sliding_window=96, sliding_layers=(0, 2)),
     # 117 million weights: large enough that a step costs what it does in production, in kind.
@@ -124,7 +128,7 @@ def _config(shape: ModelShape) -> dict[str, Any]:
 
 
 def _weights(shape: ModelShape) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    random = np.random.default_rng(20260)
+    random = np.random.default_rng(shape.seed)
 
     def normal(rows: int, columns: int, scale: float) -> np.ndarray[Any, np.dtype[np.float32]]:
         return (random.standard_normal((rows, columns)) * scale).astype(np.float32)
