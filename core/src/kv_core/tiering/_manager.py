@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final, final
 
 from typing_extensions import override
 
-from kv_core.contract import JobErrorKind, OffloadPolicy, RequestOffloadingContext
+from kv_core.contract import OffloadPolicy, RequestOffloadingContext
 from kv_core.engine import CPULoadStoreSpec, LookupResult, OffloadingManager, PrepareStoreOutput
 from kv_core.tiering._cascades import Cascades
 from kv_core.tiering._config import TieringConfig
 from kv_core.tiering._guard import GuardedTier
-from kv_core.tiering._health import Activity, HealthState
+from kv_core.tiering._health import HealthState
 from kv_core.tiering._jobs import JobFactory
 from kv_core.tiering._observer import JobObserver, JobReport
 from kv_core.tiering._options import TierMode, TierOptions
@@ -52,10 +52,6 @@ _HIT: Final = LookupResult.HIT
 _MISS: Final = LookupResult.MISS
 _PENDING: Final = LookupResult.PENDING
 _RETRY: Final = LookupResult.RETRY
-
-# What a failed job says of the tier's health: these say nothing, or that the tier answers.
-_HARMLESS: Final = frozenset({JobErrorKind.DECLINED})
-_ANSWERED: Final = frozenset({JobErrorKind.MISSING, JobErrorKind.DAMAGED})
 
 
 @final
@@ -362,7 +358,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _end_job(self, tier: GuardedTier, job: TierJob) -> None:
         metadata = job.metadata
-        self._judge(tier, job)
+        tier.judge(job, self._primary.block_bytes)
         if metadata.is_promotion:
             ready = self._promotions.end(tier, job)
             self._became_ready(ready)
@@ -382,29 +378,6 @@ class TieringOffloadingManager(OffloadingManager):
                     error=job.error,
                 )
             )
-
-    def _judge(self, tier: GuardedTier, job: TierJob) -> None:
-        """Draw conclusions on the tier's health and speed."""
-        is_complete = len(job.succeeded) == len(job.metadata.keys)
-        kind = None if job.error is None else job.error.kind
-        activity = Activity.LOAD if job.metadata.is_promotion else Activity.STORE
-        # What is overdue was held against the tier at its deadline, and no success makes up for
-        # it: a tier that is always late would never be left alone. Declined says nothing.
-        if not job.is_overdue and job.was_taken:
-            failure = "" if is_complete or kind in _HARMLESS else job.describe_failure()
-            if is_complete or kind in _ANSWERED:
-                tier.health.succeeded(activity)
-            elif failure:
-                tier.health.failed(activity, failure)
-            if failure:
-                tier.note_failed_job(failure)
-        tier.health.settled(job.metadata.job_id)
-        if activity is Activity.STORE:
-            if is_complete:
-                num_bytes = len(job.metadata.keys) * self._primary.block_bytes
-                tier.pressure.store_ended(job.busy_s, num_bytes)
-            elif not job.is_overdue:
-                tier.pressure.store_failed()
 
     def _fill(self, source: GuardedTier, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         """Copy blocks that a tier provided to the tiers above it that asked for that."""

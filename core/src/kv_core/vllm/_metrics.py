@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from kv_core.tiering import JobObserver, JobReport
 from kv_core.vllm import _compat
+from kv_core.vllm._tier_metrics import TierReport, tier_definitions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -92,8 +93,8 @@ _STATES: Final = ("free", "evictable", "pinned", "writing", "orphaned")
 _BLOCKS: Final = "vllm:kv_core_primary_blocks"
 _HIT_BLOCKS: Final = "vllm:kv_core_hit_blocks"
 
+# vLLM's own as well, which our tier mode leaves to vLLM.
 _TIER_COUNTERS: Final = {
-    # What the engine saw of a tier.
     "engine_queries": (
         "vllm:kv_offload_tiering_chunk_queries",
         "Blocks that a tier was asked for and has answered.",
@@ -102,66 +103,11 @@ _TIER_COUNTERS: Final = {
         "vllm:kv_offload_tiering_chunk_hits",
         "Blocks that a tier was asked for and delivered.",
     ),
-    "engine_errors": (
-        "vllm:kv_core_tier_lookup_errors",
-        "Blocks that a tier was asked for and did not deliver because of an error.",
-    ),
-    "engine_blocks_stored": ("vllm:kv_core_tier_stored_blocks", "Blocks that a tier has taken."),
-    "engine_blocks_failed": (
-        "vllm:kv_core_tier_failed_blocks",
-        "Blocks that a tier failed to store.",
-    ),
-    "engine_blocks_declined": (
-        "vllm:kv_core_tier_declined_blocks",
-        "Blocks that a tier declined to store.",
-    ),
     "engine_blocks_dropped": (
         "vllm:kv_offload_tiering_backpressure_blocks_dropped",
         "Blocks that were not given to a tier because its stores take too long.",
     ),
-    "engine_blocks_throttled": (
-        "vllm:kv_core_tier_throttled_blocks",
-        "Blocks that were not given to a tier because too much is on its way there.",
-    ),
-    "engine_blocks_skipped": (
-        "vllm:kv_core_tier_skipped_blocks",
-        "Blocks that were not given to a tier because it is not healthy.",
-    ),
-    "engine_jobs_stalled": (
-        "vllm:kv_core_tier_stalled_jobs",
-        "Jobs that a tier did not end in time.",
-    ),
-    "contained_exceptions": (
-        "vllm:kv_core_tier_exceptions",
-        "Exceptions of a tier that were contained.",
-    ),
-    "ignored_results": (
-        "vllm:kv_core_tier_ignored_results",
-        "Results of a tier that made no sense.",
-    ),
 }
-
-_TIER_GAUGES: Final = {
-    "health": (
-        "vllm:kv_core_tier_health",
-        "Health of a tier: 0 in use, 1 degraded (skipped and probed), 2 detached.",
-    ),
-    "jobs_in_flight": ("vllm:kv_core_tier_jobs", "Jobs that a tier has not reported."),
-    "inflight_store_bytes": (
-        "vllm:kv_core_tier_inflight_store_bytes",
-        "Bytes on their way to a tier.",
-    ),
-    "overdue_blocks": (
-        "vllm:kv_core_tier_overdue_blocks",
-        "Slots of the primary tier that overdue jobs of a tier keep out of use.",
-    ),
-    "store_drop_rate": (
-        "vllm:kv_core_tier_store_drop_rate",
-        "Share of the stores that are not given to a tier because they take too long.",
-    ),
-}
-
-_TIER_VALUES: Final = "vllm:kv_core_tier_value"
 
 
 def metric_definitions() -> dict[str, Any]:
@@ -173,12 +119,11 @@ def metric_definitions() -> dict[str, Any]:
         **{name: counter(text) for name, text in _COUNTERS.values()},
         **{name: gauge(text) for name, text in _GAUGES.values()},
         **{name: counter(text, tier) for name, text in _TIER_COUNTERS.values()},
-        **{name: gauge(text, tier) for name, text in _TIER_GAUGES.values()},
+        **tier_definitions(),
         _BLOCKS: gauge("Slots of the primary tier by state.", ("state",)),
         _HIT_BLOCKS: counter(
             "Blocks delivered to the GPU by the level they came from.", ("level",)
         ),
-        _TIER_VALUES: gauge("What a tier measures itself.", ("tier", "name")),
     }
 
 
@@ -209,6 +154,7 @@ class StatsFeed(JobObserver):
         self._read = read
         # As vLLM labels tiers: their place, with the primary tier as number 0, and what they are.
         self._labels = {name: (f"{place}:{name}",) for place, name in enumerate(tiers, start=1)}
+        self._reports = {name: TierReport(label) for name, (label,) in self._labels.items()}
         self._block_bytes = block_bytes
         self._clock = clock
         self._read_at = clock()
@@ -249,22 +195,16 @@ class StatsFeed(JobObserver):
         for level in ("cpu", *self._labels):
             self._increase(stats, _HIT_BLOCKS, totals.get(f"hits.{level}", 0), (level,))
         for tier, label in self._labels.items():
-            self._report_tier(stats, label, totals, f"tier.{tier}.")
+            prefix = f"tier.{tier}."
+            of_tier = {
+                name[len(prefix) :]: value
+                for name, value in totals.items()
+                if name.startswith(prefix)
+            }
+            for ours, (name, _) in _TIER_COUNTERS.items():
+                self._increase(stats, name, of_tier.get(ours, 0), label)
+            self._reports[tier].add_to(stats, of_tier)
         return stats
-
-    def _report_tier(
-        self, stats: Any, label: tuple[str, ...], totals: Mapping[str, float], prefix: str
-    ) -> None:
-        for full_name, value in totals.items():
-            if not full_name.startswith(prefix):
-                continue
-            ours = full_name[len(prefix) :]
-            if ours in _TIER_COUNTERS:
-                self._increase(stats, _TIER_COUNTERS[ours][0], value, label)
-            elif ours in _TIER_GAUGES:
-                stats.set_gauge(_TIER_GAUGES[ours][0], value, label)
-            else:
-                stats.set_gauge(_TIER_VALUES, value, (*label, ours))
 
     def _increase(self, stats: Any, name: str, total: float, label: tuple[str, ...]) -> None:
         """Report what was added to a total; after a restart of its count, all of it."""

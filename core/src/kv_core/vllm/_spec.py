@@ -12,6 +12,7 @@ from kv_core.connector import RegionRole, TieringOffloadingSpec
 from kv_core.device.copy import host_registrar_of
 from kv_core.vllm import _compat
 from kv_core.vllm._config import engine_config, region_nonce
+from kv_core.vllm._logs import log_where_vllm_does
 from kv_core.vllm._manager import KVCoreOffloadingManager
 from kv_core.vllm._metrics import StatsFeed, metric_definitions
 from kv_core.vllm._vllm_config import find_config
@@ -60,6 +61,7 @@ class KVCoreOffloadingSpec(_compat.OffloadingSpec):  # type: ignore[misc]  # vLL
             ConfigError: Settings are missing, unknown or invalid, or sizes do not fit.
             NamespaceError: Something that makes bytes interchangeable is not known.
         """
+        log_where_vllm_does()
         super().__init__(config)
         vllm_config = find_config().vllm
         self._engine_config = engine_config(config, vllm_config.parallel_config)
