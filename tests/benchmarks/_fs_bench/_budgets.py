@@ -72,8 +72,15 @@ def speed_budgets(speeds: Speeds, name: str, vllm: str | None) -> Iterator[Budge
         bounds = [(store, load) for least, store, load in _OF_VLLM if least <= size]
         for kind, bound in zip(kinds, bounds[-1] if bounds else (), strict=False):
             ratio = speeds.ratio((name, kind, size, BUDGET_JOB), (vllm, kind, size, BUDGET_JOB))
-            if ratio is not None:
-                yield Budget(f"{kind}, {label}, times {vllm}", ratio, bound)
+            theirs = speeds.median((vllm, kind, size, BUDGET_JOB))
+            if ratio is None or theirs is None:
+                continue
+            # Nobody is faster than the disk: where it is slow, their tier keeps up with it, too.
+            most = _OF_RAW * speeds.raw(kind, size) / theirs
+            capped = "" if bound <= most else f", {bound:g} is more than this disk allows"
+            yield Budget(
+                f"{kind}, {label}, times {vllm}{capped}", ratio, round(min(bound, most), 2)
+            )
 
 
 def latency_budgets(mixed: Mixed, steady: Steady) -> Iterator[Budget]:
