@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.caches("engine-fs", matrix=["tier-fs"]),
 ]
 

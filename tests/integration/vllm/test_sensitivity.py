@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.caches("engine-fs", "tier-fs", matrix=["vllm-fs"]),
 ]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(900),
     pytest.mark.caches("engine-fs", matrix=["tier-fs"]),
 ]
 

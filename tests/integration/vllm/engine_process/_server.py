@@ -120,6 +120,8 @@ class _Engine:
             "seed": 0,
             "enable_prefix_caching": True,
             "max_model_len": 2048,
+            # The least that can be asked for in bytes is a GiB, and takes a second to clear.
+            "num_gpu_blocks_override": 1024,
             "disable_log_stats": False,
         }
         arguments |= options
