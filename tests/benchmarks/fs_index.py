@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from kv_tier_fs.segments._index import BlockIndex
 from kv_tier_fs.segments._segment import Segment, SegmentName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Sequence
 
 KEY_BYTES: Final = 36
 JOB_BLOCKS: Final = 32
@@ -80,7 +80,14 @@ def segments_of(num_blocks: int) -> list[tuple[Segment, list[Frame]]]:
     return found
 
 
-def lookups(holder: Container[object], keys: Sequence[OffloadKey]) -> dict[str, float]:
+class Holder(Protocol):
+    """Whatever has keys."""
+
+    def __contains__(self, key: OffloadKey, /) -> bool:
+        """Say whether a key is there."""
+
+
+def lookups(holder: Holder, keys: Sequence[OffloadKey]) -> dict[str, float]:
     """Return what lookups cost: in order, at random, in vain."""
 
     def look(chosen: Sequence[OffloadKey]) -> float:

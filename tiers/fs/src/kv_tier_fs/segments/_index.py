@@ -13,6 +13,7 @@ slices, a few with each :meth:`BlockIndex.apply`; until then they count as absen
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, final
@@ -73,6 +74,13 @@ class _Drop:
     ) -> None:
         self.segment = segment
         self.rows = rows
+
+
+def _give_memory_back() -> None:
+    """Return what the filling has used in passing to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _ignore(_: Sequence[OffloadKey]) -> None:
@@ -299,6 +307,7 @@ class BlockIndex:
             slots, checksums = frame.slots.tolist(), frame.checksums.tolist()
             self._put(segment, frame.split_keys(), slots, checksums, segment.used_at)
         self._late.clear()
+        _give_memory_back()
 
     def _count(self, number: int, count: int) -> None:
         segment = self._segments[number]
