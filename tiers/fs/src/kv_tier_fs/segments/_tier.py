@@ -78,6 +78,8 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
     """Jobs appended to large files, found through an index in memory."""
 
     emits_events: ClassVar[bool] = True
+    # Larger batches are not faster, and a load waits for those of the stores that are under way.
+    batch_bytes: ClassVar[int] = 1 << 20
 
     config: FsConfig
 
