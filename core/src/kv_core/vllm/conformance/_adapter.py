@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         TierContext,
     )
 
-__all__ = ["VllmTier", "use_vllm_logging"]
+__all__ = ["VllmTier", "prepare_process"]
 
 _ANSWERS: Final[Mapping[Any, LookupAnswer]] = {
     _compat.LookupResult.HIT: PRESENT,
@@ -236,13 +236,14 @@ class VllmTier(SecondaryTierManager):
         return ()
 
 
-def use_vllm_logging() -> None:
-    """Keep vLLM's log records from the loggers above, as vLLM's own configuration does.
+def prepare_process(vllm_type: str) -> None:
+    """Import a tier of vLLM's, and silence vLLM's log.
 
-    They hold the exceptions of failed jobs, whose frames hold slices of the memory, and pytest
-    keeps every record that it sees.
+    It logs every failed job, with the exception, whose frames hold slices of the memory; and pytest
+    keeps every record until the end of a test. Both would look as if the tier kept them.
     """
-    logging.getLogger("vllm").propagate = False
+    _compat.SecondaryTierFactory.get_tier_class({"type": vllm_type})
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
 
 
 def _vllm_request(req_context: ReqContext) -> Any:

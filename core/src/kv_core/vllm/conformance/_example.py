@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from kv_conformance.harness import BaseHarness, HarnessError
 from kv_core.contract import ContractVersion, TierSpec
-from kv_core.vllm.conformance._adapter import VllmTier, use_vllm_logging
+from kv_core.vllm.conformance._adapter import VllmTier, prepare_process
 from kv_core.vllm.conformance._settings import UncheckedConfig, limits_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class ExampleHarness(BaseHarness):
 
     @override
     def start(self) -> None:
-        use_vllm_logging()
+        prepare_process("example")
 
     def settings(self, opening: Opening) -> Mapping[str, Any]:
         """Return the settings of a storage.

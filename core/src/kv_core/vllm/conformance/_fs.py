@@ -10,7 +10,7 @@ from typing_extensions import override
 from kv_conformance.faults.fuse import FaultyFolder, require_fuse
 from kv_conformance.harness import BaseHarness, Fault, HarnessError
 from kv_core.contract import Capability, ContractVersion, TierSpec, make_offload_key
-from kv_core.vllm.conformance._adapter import VllmTier, use_vllm_logging
+from kv_core.vllm.conformance._adapter import VllmTier, prepare_process
 from kv_core.vllm.conformance._settings import UncheckedConfig, limits_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class FsHarness(BaseHarness):
     @override
     def start(self) -> None:
         require_fuse()
-        use_vllm_logging()
+        prepare_process("fs")
 
     @override
     def stop(self) -> None:
