@@ -169,9 +169,8 @@ class Instance:
             if filling is not None:
                 os.close(filling.file._descriptor)
                 os.close(filling.file._index._descriptor)
-        if self.writer._removals is not None:
-            os.close(self.writer._removals._descriptor)
-        self.writer._current = self.writer._removals = None
+        self.writer._removals.close()
+        self.writer._current = None
         self._is_dead = True
 
     _is_dead = False

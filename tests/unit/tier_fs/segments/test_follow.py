@@ -97,6 +97,55 @@ def test_a_removal_that_is_read_before_its_store_counts_in_the_end(instance: Ope
     assert two.present(1, 2) == [1]
 
 
+def test_removals_that_are_moot_are_forgotten(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removing blocks for months does not fill the disk, and those that count still do."""
+    monkeypatch.setattr("kv_tier_fs.segments._removals._LEAST_COMPACTED_BYTES", 2048)
+    one, two = instance(capacity_bytes=200_000), instance()
+    monkeypatch.setattr(one.writer._removals, "_compact_at_bytes", 2048)
+    sizes = []
+    for start in range(0, 400, 4):
+        assert one.store(*range(start, start + 4)) == {}
+        segment, slot, _ = one.index.places(*one.keys(start))[0]
+        one.writer.remove(segment, one.keys(start), [slot])
+        sizes.append((one.own.path / "00000000.idx").stat().st_size)
+        if start % 40 == 0:
+            two.follow()
+    assert max(sizes) < 6000
+    for each in (two, instance()):
+        each.follow()
+        each.follow()
+        kept = each.present(*range(400))
+        assert kept == [n for n in one.present(*range(400)) if n % 4]
+        assert len(kept) > 12
+    assert sorted(path.suffix for path in one.own.path.iterdir() if "0000000." in path.name) == [
+        ".idx"
+    ]
+
+
+def test_removals_that_cannot_be_made_anew_stay_as_they_are(
+    instance: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk, for example, costs no removal."""
+    one, two = instance(), instance()
+    assert one.store(*range(8)) == {}
+    monkeypatch.setattr(one.writer._removals, "_compact_at_bytes", 1)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kv_tier_fs.segments._segment_file.IndexFile.move", fail)
+    for number in (1, 5):
+        segment, slot, _ = one.index.places(*one.keys(number))[0]
+        one.writer.remove(segment, one.keys(number), [slot])
+    two.follow()
+    two.follow()
+    assert two.present(*range(8)) == [0, 2, 3, 4, 6, 7]
+    assert not (one.own.path / "00000000.new").exists()
+    assert "cannot be made anew" in caplog.text
+
+
 def test_a_segment_that_another_process_removed_is_forgotten(instance: Open) -> None:
     """Its descriptor as well, and whoever wrote it hears of it, too."""
     one, two = instance(), instance()

@@ -18,6 +18,7 @@ from kv_tier_fs.segments._format import FrameKind
 from kv_tier_fs.segments._index_reader import IndexReader
 from kv_tier_fs.segments._listing import (
     REMOVALS_NUMBER,
+    UNFINISHED_SUFFIX,
     list_writer,
     list_writers,
 )
@@ -63,6 +64,7 @@ def _reclaim_writer(root_dir: Path, layout_folder: Path, folder: Path) -> bool:
         changed = _reclaim_segments(root_dir, listing)
         if REMOVALS_NUMBER in listing.indexes:
             changed |= _reclaim_removals(root_dir, layout_folder, listing)
+        (folder / f"{REMOVALS_NUMBER:08d}{UNFINISHED_SUFFIX}").unlink(missing_ok=True)
         if all(path.name == LOCK_NAME for path in folder.iterdir()):
             remove_writer_folder(folder)
             changed = True

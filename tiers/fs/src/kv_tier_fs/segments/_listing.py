@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LAYOUT_FOLDER",
     "REMOVALS_NUMBER",
+    "UNFINISHED_SUFFIX",
     "FileEntry",
     "Listing",
     "list_writer",
@@ -32,6 +33,9 @@ LAYOUT_FOLDER: Final = "segments-v1"
 
 REMOVALS_NUMBER: Final = 0
 """Number of the index of removals."""
+
+UNFINISHED_SUFFIX: Final = ".new"
+"""Of an index of removals that will replace the present one."""
 
 # What is removed is named by what somebody has put into a folder: nothing like ".." passes.
 _WRITER: Final = re.compile(r"[0-9a-f]{32}")

@@ -120,6 +120,20 @@ class IndexFile:
             os.fdatasync(self._descriptor)
         self._end += written
 
+    @property
+    def size_bytes(self) -> int:
+        """Where the last whole frame ends."""
+        return self._end
+
+    def move(self, path: Path) -> None:
+        """Give the file another name, in the place of what has that name.
+
+        Raises:
+            OSError: It has kept its name.
+        """
+        self._path.rename(path)
+        self._path = path
+
     def seal(self) -> None:
         """Drop what is behind the last whole frame, and close."""
         try:

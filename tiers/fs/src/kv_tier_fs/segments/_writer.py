@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from kv_core.errors import BlockDeclinedError
-from kv_tier_fs.segments._format import FrameKind, IndexHeader, payload_checksum
-from kv_tier_fs.segments._segment import SegmentName, segment_path
-from kv_tier_fs.segments._segment_file import IndexFile, PayloadFile
+from kv_tier_fs.segments._format import IndexHeader, payload_checksum
+from kv_tier_fs.segments._removals import RemovalIndex
+from kv_tier_fs.segments._segment import INDEX_SUFFIX, SegmentName, segment_path
+from kv_tier_fs.segments._segment_file import PayloadFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,8 +52,6 @@ BOUND_SHARE: Final = 32
 
 _REMOVALS: Final = 0
 """Number of the index of removals, which has no payloads."""
-
-_NO_CHECKSUM: Final = 0
 
 _LEAST_SPARE_BYTES: Final = 8 << 20
 """Smaller segments are made fast, and belong to small capacities, of which one more is a lot."""
@@ -207,7 +206,9 @@ class SegmentWriter:
         self._closed = False
         self._unpublished: deque[_Publication] = deque()
         self._last_number = _REMOVALS
-        self._removals: IndexFile | None = None
+        header = IndexHeader(place.writer, _REMOVALS, 0, place.block_bytes, place.fingerprint)
+        path = segment_path(place.folder, _REMOVALS).with_suffix(INDEX_SUFFIX)
+        self._removals = RemovalIndex(place.root, path, header, sync=place.sync)
 
     # -- stores ---------------------------------------------------------------------------------
 
@@ -377,15 +378,7 @@ class SegmentWriter:
             OSError: That could not be written down.
         """
         with self._publishing:
-            if self._removals is None:
-                place = self._place
-                header = IndexHeader(
-                    place.writer, _REMOVALS, 0, place.block_bytes, place.fingerprint
-                )
-                path = segment_path(place.folder, _REMOVALS).with_suffix(".idx")
-                self._removals = IndexFile(place.root, path, header, sync=place.sync)
-            batch = (keys, slots, [_NO_CHECKSUM] * len(keys))
-            self._removals.append(FrameKind.REMOVED, segment.name, [batch])
+            self._removals.append(segment.name, keys, slots)
 
     # -- end ------------------------------------------------------------------------------------
 
@@ -400,6 +393,4 @@ class SegmentWriter:
             if filling is not None:
                 self._retire(filling)
         with self._publishing:
-            removals, self._removals = self._removals, None
-        if removals is not None:
-            removals.close()
+            self._removals.close()
