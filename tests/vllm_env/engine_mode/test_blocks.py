@@ -240,6 +240,20 @@ def test_a_later_job_ends_a_reset(
     assert engine.ask("d", keys[6]) == ["HIT_PENDING"]
 
 
+def test_vllm_may_say_itself_that_a_reset_is_over(
+    scripts: list[Script], start: Callable[..., Engine], keys: list[OffloadKey]
+) -> None:
+    """From 0.33 on it does, once or more than once."""
+    engine = start(**SCRIPTED)
+    assert engine.offer("a", keys[:2]) is not None
+    engine.manager.reset_cache()
+    scripts[0].answers = {keys[6]: True}
+    assert engine.ask("b", keys[6]) == ["MISS"]
+    engine.manager.on_reset_flushed()
+    engine.manager.on_reset_flushed()
+    assert engine.ask("c", keys[6]) == ["HIT_PENDING"]
+
+
 def test_a_reset_with_copies_on_their_way_leaves_no_pins(
     start: Callable[..., Engine], keys: list[OffloadKey]
 ) -> None:

@@ -98,6 +98,15 @@ def test_the_name_is_gone_once_everyone_has_attached(start: Callable[..., Engine
     assert list(Path(engine.config.extra_config["shm_dir"]).iterdir()) == []
 
 
+def test_what_a_killed_start_left_is_removed(start: Callable[..., Engine], tmp_path: Path) -> None:
+    """Between the creation and the last attachment the region has a name that nobody comes for."""
+    shm_dir = tmp_path / "shm"
+    left = shm_dir / "kv_core_vllm-some-older-id_0123456789ab"
+    left.write_bytes(bytes(4096))
+    start()
+    assert not left.exists()
+
+
 def test_shutdown_hands_stores_to_the_tiers(
     scripts: list[Script], start: Callable[..., Engine], keys: list[OffloadKey]
 ) -> None:

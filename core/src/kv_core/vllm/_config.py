@@ -16,7 +16,10 @@ from kv_core.vllm._namespace import MODEL_ID_SETTING, namespace_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["engine_config", "engine_settings", "region_nonce"]
+__all__ = ["ENGINE_ID_PREFIX", "engine_config", "engine_settings", "region_nonce"]
+
+ENGINE_ID_PREFIX: Final = "vllm-"
+"""How the ids of vLLM's engines begin here, and so the names of their regions."""
 
 _NONCE_BYTES: Final = 16
 
@@ -80,7 +83,7 @@ def engine_config(config: Any, parallel_config: Any) -> OffloadingConfig:
         namespace=namespace_of(
             config, block_bytes=geometry.block_bytes, lasting=_has_lasting_tiers(settings)
         ),
-        engine_id=config.engine_id,
+        engine_id=f"{ENGINE_ID_PREFIX}{config.engine_id}",
         num_workers=parallel.world_size,
         num_hosts=getattr(parallel_config, "nnodes_within_dp", 1),
         tensor_parallel_size=parallel.tp_size,

@@ -6,9 +6,9 @@ vLLM's connector differs from what our manager was written for in these ways:
 
 * Completions name their keys in a set, so the order of a load is remembered here.
 * Stores are always completed as successful; which were not, the workers have marked in the region.
-* It never says that pre-reset copies have ended. It hands the workers, with the next step, all jobs
-  to wait for, and so it is concluded here: from the end of any job that was made after the reset,
-  or from so many steps that the workers must have carried that one out.
+* Before 0.33 it does not say that pre-reset copies have ended. It hands the workers, with the next
+  step, all jobs to wait for, and so it is concluded here: from the end of any job that was made
+  after the reset, or from so many steps that the workers must have carried that one out.
 * Its cursor moves past every block of a batch that was not declined as a whole. Our manager
   declines whole batches, and takes the leading part only of those that could never fit.
 """
@@ -121,7 +121,8 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: _compat.ReqContext) -> None:
-        self._on_job_ended()
+        # Workers finish everything older than a reset before what is newer.
+        self.on_reset_flushed()
         ordered = self._loads.pop(req_context.req_id, None)
         if ordered is None:
             _LOGGER.debug("ignored the end of an unknown load of request %s", req_context.req_id)
@@ -156,7 +157,8 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
         req_context: _compat.ReqContext,
         success: bool = True,
     ) -> None:
-        self._on_job_ended()
+        # Workers finish everything older than a reset before what is newer.
+        self.on_reset_flushed()
         self._stores_in_flight = max(0, self._stores_in_flight - 1)
         context = self._context(req_context)
         ended = tuple(keys)
@@ -194,10 +196,10 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
         self._manager.on_schedule_end(
             ScheduleEndContext(frozenset(context.new_req_ids), frozenset(context.preempted_req_ids))
         )
-        if self._steps_to_flush:
+        if self._steps_to_flush > 1:
             self._steps_to_flush -= 1
-            if not self._steps_to_flush:
-                self._manager.on_reset_flushed()
+        else:
+            self.on_reset_flushed()
 
     @override
     def has_pending_work(self) -> bool:
@@ -221,8 +223,8 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
         self._loads.clear()
         self._stores_in_flight = 0
 
-    def _on_job_ended(self) -> None:
-        """Conclude that pre-reset copies have ended: they have when a later job has."""
+    def on_reset_flushed(self) -> None:
+        """Note that pre-reset copies have ended; from 0.33 on vLLM says so itself."""
         if self._steps_to_flush:
             self._steps_to_flush = 0
             self._manager.on_reset_flushed()

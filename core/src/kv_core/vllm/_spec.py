@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 from typing_extensions import override
 
 from kv_core.connector import RegionRole, TieringOffloadingSpec
+from kv_core.cpu import SharedOffloadRegion
 from kv_core.device.copy import host_registrar_of
 from kv_core.vllm import _compat
-from kv_core.vllm._config import engine_config, region_nonce
+from kv_core.vllm._config import ENGINE_ID_PREFIX, engine_config, region_nonce
 from kv_core.vllm._logs import log_where_vllm_does
 from kv_core.vllm._manager import KVCoreOffloadingManager
 from kv_core.vllm._metrics import StatsFeed, metric_definitions
@@ -92,6 +93,8 @@ class KVCoreOffloadingSpec(_compat.OffloadingSpec):  # type: ignore[misc]  # vLL
             self._geometry.block_bytes,
         )
         spec = TieringOffloadingSpec(self._engine_config, role=self._role, observer=feed)
+        # vLLM draws a new id for each start: nobody else would come for what a killed one left.
+        SharedOffloadRegion.remove_leftovers(ENGINE_ID_PREFIX, self._settings.shm_dir)
         try:
             manager = spec.get_manager()
             spec.wait_until_attached(
