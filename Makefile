@@ -28,7 +28,7 @@ HOSTILE := --gpu-blocks 4096 --cpu-bytes 16MiB --tier hostile:max_blocks=200000,
 
 # All tiers of this repository, in each of their modes.
 EXAMPLE := kv_tier_example._harness
-CONFORMANCE_MODES := $(EXAMPLE):async_mode
+CONFORMANCE_MODES := $(EXAMPLE):async_mode kv_tier_fs._harness:FilesHarness
 LOADED_RUNS ?= 50
 LOADED_AT_A_TIME ?= 1
 

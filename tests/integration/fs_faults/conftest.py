@@ -193,18 +193,16 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def work(root: Path, layout: str, mount: object) -> Iterator[Callable[..., Worker]]:
+def start_worker(mount: object) -> Iterator[Callable[..., Worker]]:
     """Return a function that starts a worker; arguments are settings or those of Worker.
 
-    All workers share one root unless told otherwise, and are killed at the end of the test,
-    before anything is unmounted.
+    Workers are killed at the end of the test, before anything is unmounted.
     """
     workers: list[Worker] = []
     options = {"before", "block_bytes", "num_blocks", "namespace", "umask", "user"}
 
-    def run(root_dir: Path = root, **arguments: Any) -> Worker:
-        settings = {"root_dir": str(root_dir), "layout": layout}
-        settings |= {key: value for key, value in arguments.items() if key not in options}
+    def run(arguments: dict[str, Any]) -> Worker:
+        settings = {key: value for key, value in arguments.items() if key not in options}
         rest = {key: value for key, value in arguments.items() if key in options}
         worker = Worker(settings, **rest)
         workers.append(worker)
@@ -213,6 +211,18 @@ def work(root: Path, layout: str, mount: object) -> Iterator[Callable[..., Worke
     yield run
     for worker in workers:
         worker.kill()
+
+
+@pytest.fixture
+def work(
+    root: Path, layout: str, start_worker: Callable[[dict[str, Any]], Worker]
+) -> Callable[..., Worker]:
+    """Return a function that starts a worker of each layout, on one root unless told otherwise."""
+
+    def run(root_dir: Path = root, **arguments: Any) -> Worker:
+        return start_worker({"root_dir": str(root_dir), "layout": layout, **arguments})
+
+    return run
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ from kv_tier_fs import kv_core_register_tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
 
 MIB: Final = 1 << 20
 BLOCKS: Final = 480
@@ -192,12 +193,12 @@ class KillSwitch:
 
 def _caller() -> str:
     """Return the module of the tier that makes a call."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
+        module = str(frame.f_globals.get("__name__", ""))
         if module.startswith("kv_tier_fs"):
-            return str(module).rpartition(".")[2]
-        frame = frame.f_back  # type: ignore[assignment]
+            return module.rpartition(".")[2]
+        frame = frame.f_back
     return "elsewhere"
 
 
@@ -446,9 +447,7 @@ class Kills:
         for storage, board in zip(self._storages, self._boards, strict=True):
             told, tell = os.pipe()
 
-            def count(
-                storage: Storage = storage, board: Board = board, tell: int = tell
-            ) -> None:
+            def count(storage: Storage = storage, board: Board = board, tell: int = tell) -> None:
                 switch = KillSwitch()
                 switch.install()
                 write(storage, 0, board, 1, steps=60, seconds=20)
@@ -563,7 +562,9 @@ def run_crowd(folder: Path, layout: str, seconds: float, seed: int) -> dict[str,
     bound = 4 * MIB if layout == "segments" else None
     common = {"root_capacity_bytes": 6 * MIB} if layout == "segments" else {}
     storages = [
-        Storage(folder / "crowd", layout, block_bytes, common, bound, model=f"example/{block_bytes}")
+        Storage(
+            folder / "crowd", layout, block_bytes, common, bound, model=f"example/{block_bytes}"
+        )
         for block_bytes in (16384, 20480)
     ]
     boards = [Board() for _ in storages]

@@ -14,7 +14,6 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     Inject = Callable[..., AbstractContextManager[Any]]
     Work = Callable[..., Any]
@@ -51,11 +50,7 @@ NEW: Final = range(100, 132)
 
 def faults(calls: tuple[str, ...], *, otherwise: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return each call with each error."""
-    return [
-        (call, error)
-        for call in calls
-        for error in ERRORS.get(call, otherwise)
-    ]
+    return [(call, error) for call in calls for error in ERRORS.get(call, otherwise)]
 
 
 @pytest.mark.parametrize("when", ["1+", "2", "2+3"])

@@ -16,17 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Before the user changes: another user may have no access to the folders of the interpreter.
-import kv_tier_fs.files._tier
 from kv_core.contract import Capability, parse_tier_config
 from kv_core.errors import KVCoreError
 from kv_core.plugins import check_tier
 from kv_core.tierkit.testing import TierDriver, example_key, example_namespace
 from kv_tier_fs import kv_core_register_tier
-
-try:
-    import kv_tier_fs.segments._tier  # noqa: F401
-except ImportError:
-    pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,9 +41,7 @@ def open_driver(order: Mapping[str, Any]) -> TierDriver:
         config,
         block_bytes=order.get("block_bytes", 4096),
         num_blocks=order.get("num_blocks", 64),
-        namespace=example_namespace(
-            order.get("block_bytes", 4096), **order.get("namespace", {})
-        ),
+        namespace=example_namespace(order.get("block_bytes", 4096), **order.get("namespace", {})),
         tier_name="fs",
     )
     if Capability.EVENTS in checked.spec.capabilities:

@@ -29,7 +29,8 @@ keys = [example_key(number) for number in range(8)]
 
 def drive(root_dir, **settings):
     spec = kv_core_register_tier()
-    config = parse_tier_config("fs", spec.config_model, {"root_dir": root_dir, **settings})
+    settings = {"root_dir": root_dir, "layout": "files", **settings}
+    config = parse_tier_config("fs", spec.config_model, settings)
     return TierDriver(spec.factory, config, block_bytes=4096, tier_name="fs")
 
 def gate(word):

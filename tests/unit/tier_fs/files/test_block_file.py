@@ -26,7 +26,7 @@ FINGERPRINT = "ab" * 32
 
 def files(*, direct_io: bool = False) -> BlockFiles:
     """Return files of the size of the tests."""
-    return BlockFiles(TrailerFormat(FINGERPRINT, SIZE), direct_io=direct_io)
+    return BlockFiles(TrailerFormat(FINGERPRINT, SIZE), root_dir="/", direct_io=direct_io)
 
 
 @pytest.fixture
@@ -191,10 +191,10 @@ def test_direct_io_refused_at_open_falls_back(
     """A file system that refuses the flag is written through the page cache."""
     real = os.open
 
-    def refuse(name: str, flags: int, mode: int = 0o777) -> int:
+    def refuse(name: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(name, flags, mode)
+        return real(name, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", refuse)
     tested = files(direct_io=True)

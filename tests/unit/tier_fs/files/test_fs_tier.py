@@ -11,7 +11,7 @@ import pytest
 
 from kv_core.contract import Capability, JobErrorKind, ReqContext
 from kv_core.tierkit.testing import block_bytes_of, example_namespace
-from kv_tier_fs import kv_core_register_tier
+from kv_tier_fs import spec_of_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 def test_the_spec_says_what_the_tier_is() -> None:
     """Type, version and capabilities: nothing that is not kept."""
-    spec = kv_core_register_tier()
+    spec = spec_of_layout("files")
     assert (spec.type, tuple(spec.contract)) == ("fs", (1, 0))
     assert spec.capabilities == {
         Capability.PERSISTENT,
         Capability.SHARED,
         Capability.INTEGRITY,
     }
-    assert spec.limits(spec.config_model.model_validate({"root_dir": "/"})).staging_bytes == 0
+    config = spec.config_model.model_validate({"root_dir": "/", "layout": "files"})
+    assert spec.limits(config).staging_bytes == 0
 
 
 @pytest.mark.parametrize("direct_io", [True, False])

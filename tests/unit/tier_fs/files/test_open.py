@@ -60,9 +60,9 @@ def test_an_existing_root_keeps_its_mode(drive: Drive, tmp_path: Path) -> None:
     """What the operator has set up is not changed."""
     root = tmp_path / "shared"
     root.mkdir()
-    root.chmod(0o1777)
+    root.chmod(0o2750)
     drive(root)
-    assert root.stat().st_mode & 0o7777 == 0o1777
+    assert root.stat().st_mode & 0o7777 == 0o2750
 
 
 def test_a_relative_root_survives_a_change_of_directory(

@@ -65,7 +65,8 @@ from kv_tier_fs import kv_core_register_tier
 keys = [example_key(number) for number in range(4)]
 def drive(root_dir):
     spec = kv_core_register_tier()
-    config = parse_tier_config("fs", spec.config_model, {{"root_dir": root_dir}})
+    settings = {{"root_dir": root_dir, "layout": "files"}}
+    config = parse_tier_config("fs", spec.config_model, settings)
     return TierDriver(spec.factory, config, block_bytes=4096, tier_name="fs")
 os.setgroups([])
 os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
@@ -83,7 +84,9 @@ os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
 
 
 def test_a_root_that_cannot_be_written_is_explained(public_dir: Path) -> None:
-    """Another user's folder is refused at open, naming the user and the errno."""
+    """A folder without permission to write is refused at open, naming user and errno."""
+    os.chown(public_dir, NOBODY, NOBODY)
+    public_dir.chmod(0o500)
     said = as_nobody(
         f"""
 try:
@@ -100,7 +103,7 @@ except TierOpenError as error:
 
 def test_unreadable_blocks_are_errors_not_misses(drive: Drive, public_dir: Path) -> None:
     """A store refused by permissions is a failure of the backend, and so is a lookup."""
-    public_dir.chmod(0o777)
+    os.chown(public_dir, NOBODY, NOBODY)
     said = as_nobody(
         f"""
 with drive({str(public_dir)!r}) as driver:

@@ -79,14 +79,14 @@ def stop(descriptor, buffers, offset):
 """,
     "written": """
 real_rename = os.rename
-def stop_rename(source, target):
+def stop_rename(source, target, **folders):
     gate("there")
-    real_rename(source, target)
+    real_rename(source, target, **folders)
 """,
     "published": """
 real_rename = os.rename
-def stop_rename(source, target):
-    real_rename(source, target)
+def stop_rename(source, target, **folders):
+    real_rename(source, target, **folders)
     gate("there")
 """,
 }

@@ -114,6 +114,6 @@ def kv_core_register_commands(app: typer.Typer) -> None:
 @kv_core.hookimpl
 def kv_core_conformance_harness(workdir: Path) -> object:
     """Return what the conformance suite drives the tier with. Needs the extra ``conformance``."""
-    from kv_tier_fs._harness import FilesHarness
+    from kv_tier_fs._harness import FsHarness
 
-    return FilesHarness(workdir)
+    return FsHarness(workdir)

@@ -7,12 +7,16 @@ could otherwise turn a cache into a means to overwrite any file of this user.
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from kv_tier_fs._folders import FOLDER_MODE
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["open_beneath"]
+__all__ = ["folder_beneath", "open_beneath"]
 
 _FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -34,12 +38,59 @@ def open_beneath(root: Path, path: Path, flags: int, mode: int = 0) -> int:
             symbolic link.
     """
     *folders, name = path.relative_to(root).parts
-    at = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    at = _walk(root, folders, make=False)
     try:
-        for folder in folders:
-            inner = os.open(folder, _FOLDER_FLAGS, dir_fd=at)
-            os.close(at)
-            at = inner
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=at)
     finally:
         os.close(at)
+
+
+@contextmanager
+def folder_beneath(root: str, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+    """Hold the folder of a file below another folder, for calls that take a ``dir_fd``.
+
+    Args:
+        root: The folder.
+        path: The file, as a path that begins with ``root``.
+        make: Whether to make folders that are missing.
+
+    Yields:
+        A descriptor of the folder that the file is in, and the file's name there.
+
+    Raises:
+        OSError: As for :func:`open_beneath`.
+    """
+    *folders, name = path[len(root.rstrip("/")) + 1 :].split("/")
+    at = _walk(root, folders, make=make)
+    try:
+        yield at, name
+    finally:
+        os.close(at)
+
+
+def _walk(root: str | Path, folders: Iterable[str], *, make: bool) -> int:
+    at = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for folder in folders:
+            try:
+                inner = os.open(folder, _FOLDER_FLAGS, dir_fd=at)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                _make(folder, at)
+                inner = os.open(folder, _FOLDER_FLAGS, dir_fd=at)
+            os.close(at)
+            at = inner
+        return at
+    except BaseException:
+        os.close(at)
+        raise
+
+
+def _make(folder: str, at: int) -> None:
+    try:
+        os.mkdir(folder, FOLDER_MODE, dir_fd=at)
+    except FileExistsError:
+        return
+    # Whatever the umask; it would have to be a folder of another user to fail.
+    os.chmod(folder, FOLDER_MODE, dir_fd=at)

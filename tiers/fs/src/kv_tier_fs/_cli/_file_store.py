@@ -95,7 +95,7 @@ class FileStore(Store):
             return
         size = self.namespace.block_bytes
         trailers = TrailerFormat(self.namespace.fingerprint, size)
-        files = BlockFiles(trailers, direct_io=size % _PAGE_BYTES == 0)
+        files = BlockFiles(trailers, root_dir=str(self.root), direct_io=size % _PAGE_BYTES == 0)
         layout = FileLayout(self.root, self.namespace)
         with mmap.mmap(-1, size) as memory, memoryview(memory) as payload:
             for path, status in self._files():

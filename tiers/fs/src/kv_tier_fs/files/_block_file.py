@@ -17,6 +17,7 @@ import threading
 from typing import TYPE_CHECKING, Final, final
 
 from kv_core.errors import BlockDamagedError
+from kv_tier_fs._beneath import folder_beneath
 from kv_tier_fs._folders import FILE_MODE
 from kv_tier_fs.files._trailer import TRAILER_BYTES
 
@@ -61,6 +62,11 @@ class BlockFiles:
     some file systems refuse it at ``open``, some at the first transfer, some for the buffer
     addresses of one machine only.
 
+    Args:
+        trailers: Format of the trailers.
+        root_dir: Folder that all paths begin with; below it, no symbolic link is followed.
+        direct_io: Whether to bypass the page cache while that works.
+
     Attributes:
         trailers: Format of the trailers.
         file_bytes: Length of every intact file.
@@ -68,8 +74,9 @@ class BlockFiles:
         direct_write: Whether to write past the page cache.
     """
 
-    def __init__(self, trailers: TrailerFormat, *, direct_io: bool) -> None:
+    def __init__(self, trailers: TrailerFormat, *, root_dir: str, direct_io: bool) -> None:
         self.trailers = trailers
+        self._root_dir = root_dir
         self.file_bytes = trailers.payload_bytes + TRAILER_BYTES
         self.direct_read = direct_io
         self.direct_write = direct_io
@@ -102,13 +109,13 @@ class BlockFiles:
         trailer = self._pages.trailer
         refusal = None
         try:
-            descriptor = os.open(path, flags | (os.O_DIRECT if direct else 0), FILE_MODE)
+            descriptor = self._open_beneath(path, flags | (os.O_DIRECT if direct else 0))
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
             refusal = error
             # Some file systems have created the file by the time they refuse.
-            descriptor = os.open(path, flags & ~os.O_EXCL, FILE_MODE)
+            descriptor = self._open_beneath(path, flags & ~os.O_EXCL)
         try:
             file = BlockFile(self, descriptor, trailer, direct=direct and refusal is None)
         except BaseException:
@@ -118,6 +125,10 @@ class BlockFiles:
         if refusal is not None and file.is_regular:
             self.give_up_direct(refusal, writing=bool(flags & os.O_WRONLY))
         return file
+
+    def _open_beneath(self, path: str, flags: int) -> int:
+        with folder_beneath(self._root_dir, path) as (folder, name):
+            return os.open(name, flags, FILE_MODE, dir_fd=folder)
 
     def give_up_direct(self, error: OSError, *, writing: bool) -> None:
         """Use the page cache from now on, and say so once."""

@@ -11,7 +11,7 @@ from kv_core.contract import make_offload_key
 from kv_core.errors import BlockDamagedError, TierOpenError
 from kv_tier_fs._description import Description
 from kv_tier_fs._folders import make_folder
-from kv_tier_fs._root import explained, make_root
+from kv_tier_fs._root import check_root, explained, make_root
 from kv_tier_fs.files._trailer import FORMAT_VERSION
 from kv_tier_fs.files._writers import Writer, reclaim_dead_writers
 
@@ -35,6 +35,7 @@ def open_storage(root_dir: Path, layout: FileLayout, namespace: Namespace) -> Wr
     """
     with explained(root_dir):
         make_root(root_dir)
+        check_root(root_dir)
         for folder in (layout.namespace_dir, layout.blocks_dir, layout.writers_dir):
             make_folder(folder)
             if folder.is_symlink():

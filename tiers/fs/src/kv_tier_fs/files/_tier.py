@@ -11,14 +11,13 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from typing_extensions import override
 
 from kv_core.errors import BlockDamagedError, BlockMissingError
 from kv_core.tierkit import ThreadedTier
-from kv_tier_fs._folders import make_folders
+from kv_tier_fs._beneath import folder_beneath
 from kv_tier_fs._free_space import FreeSpace
 from kv_tier_fs.files._block_file import BlockFiles, identity_of
 from kv_tier_fs.files._layout import FileLayout
@@ -47,12 +46,14 @@ class FsTier(ThreadedTier):
         self._distrusted: dict[OffloadKey, FileIdentity] = {}
         self._reopening = threading.Lock()
         self._root_dir = self.config.root_dir.absolute()
+        self._root = str(self._root_dir)
         self._layout = FileLayout(self._root_dir, self.context.namespace)
         self._files = BlockFiles(
             TrailerFormat(self.context.namespace.fingerprint, self.context.block_bytes),
+            root_dir=self._root,
             direct_io=self.config.direct_io,
         )
-        self._space = FreeSpace(str(self._root_dir), self.config.min_free_bytes, self.context.clock)
+        self._space = FreeSpace(self._root, self.config.min_free_bytes, self.context.clock)
         self._writer = open_storage(self._root_dir, self._layout, self.context.namespace)
         probe_io(self._root_dir, self._files, self._writer, self._source)
 
@@ -64,11 +65,15 @@ class FsTier(ThreadedTier):
     @override
     def exists(self, key: OffloadKey) -> bool:
         try:
-            status = os.lstat(self._layout.block_path(key))
+            status = self._status(self._layout.block_path(key))
         except (FileNotFoundError, NotADirectoryError):
             return False
         # The trailer is checked by the load: a lookup must not cost a read.
         return stat.S_ISREG(status.st_mode) and status.st_size == self._files.file_bytes
+
+    def _status(self, path: str) -> os.stat_result:
+        with folder_beneath(self._root, path) as (folder, name):
+            return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
     @override
     def read_block(self, key: OffloadKey, buffer: memoryview) -> None:
@@ -112,11 +117,8 @@ class FsTier(ThreadedTier):
         temporary = writer.temporary_path()
         try:
             self._files.create(temporary, key, data)
-            try:
-                os.rename(temporary, path)  # noqa: PTH104 - plain strings, per block
-            except FileNotFoundError:
-                make_folders(Path(path).parent, below=self._layout.blocks_dir)
-                os.rename(temporary, path)  # noqa: PTH104 - as above
+            with folder_beneath(self._root, path, make=True) as (folder, name):
+                os.rename(temporary, name, dst_dir_fd=folder)
         except BaseException:
             writer.discard(temporary)
             raise
@@ -132,12 +134,29 @@ class FsTier(ThreadedTier):
         path = self._layout.block_path(key)
         writer = self._writer_now()
         try:
-            _remove(path, bad, writer)
+            self._remove(path, bad, writer)
         except FileNotFoundError:
-            if os.path.lexists(path):
+            if self._is_there(path):
                 # What is gone is the folder to move it to: a clean-up job removes empty folders.
-                _remove(path, bad, self._reopen(writer))
+                self._remove(path, bad, self._reopen(writer))
         del self._distrusted[key]
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._status(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def _remove(self, path: str, bad: FileIdentity, writer: Writer) -> None:
+        """Remove a file if it still is the bad one. Aside first: only there it cannot change."""
+        aside = writer.temporary_path()
+        with folder_beneath(self._root, path) as (folder, name):
+            os.rename(name, aside, src_dir_fd=folder)
+            if identity_of(os.lstat(aside)) != bad:
+                # Another process has replaced the bad file since it was read: put it back.
+                _put_back(aside, folder, name)
+        writer.discard(aside)
 
     def _writer_now(self) -> Writer:
         if self._writer is None:
@@ -152,22 +171,12 @@ class FsTier(ThreadedTier):
             return self._writer_now()
 
 
-def _remove(path: str, bad: FileIdentity, writer: Writer) -> None:
-    """Remove a file if it still is the bad one. Aside first: only there it cannot change."""
-    aside = writer.temporary_path()
-    os.rename(path, aside)  # noqa: PTH104 - plain strings, per block
-    if identity_of(os.lstat(aside)) != bad:
-        # Another process has replaced the bad file since it was read: put it back.
-        _put_back(aside, path)
-    writer.discard(aside)
-
-
-def _put_back(aside: str, path: str) -> None:
+def _put_back(aside: str, folder: int, name: str) -> None:
     try:
-        os.link(aside, path, follow_symlinks=False)
+        os.link(aside, name, dst_dir_fd=folder, follow_symlinks=False)
     except FileExistsError:
         # Replaced once more; that one is as good.
         pass
     except OSError:
         # No hard links here. A rename may replace an equal file, never a better one.
-        os.rename(aside, path)  # noqa: PTH104 - as above
+        os.rename(aside, name, dst_dir_fd=folder)
