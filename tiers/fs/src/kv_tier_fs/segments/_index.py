@@ -440,8 +440,10 @@ class BlockIndex:
         segment.used_at = max(segment.used_at, use)
         number = self._number(segment)
         stored: list[OffloadKey] = []
+        table = self._table(len(keys[0]))
         for key, slot, checksum in zip(keys, slots, checksums, strict=True):
-            table = self._tables.get(len(key)) or self._table(len(key))
+            if len(key) != table.key_bytes:
+                table = self._table(len(key))
             row = table.find(key)
             if row < 0:
                 row = table.add(key)

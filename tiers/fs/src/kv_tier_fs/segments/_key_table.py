@@ -164,19 +164,17 @@ class KeyTable:
         self._counts[number] += 1
         if self._counts[number] * 5 > (mask + 1) * 3:
             shard, mask = self._resize(number, 2 * (mask + 1))
-        at = self._free_slot(shard, tag & mask)
-        while at < 0:
-            shard, mask = self._resize(number, 2 * (mask + 1))
-            at = self._free_slot(shard, tag & mask)
-        shard[at] = tag << 32 | row
-        return row
-
-    @staticmethod
-    def _free_slot(shard: memoryview, at: int) -> int:
-        """Return the first free slot; -1 when only the last one is left, which ends searches."""
+        at = tag & mask
         while shard[at]:
             at += 1
-        return at if at < len(shard) - 1 else -1
+        while at >= len(shard) - 1:
+            # Only the last slot is left, and that one ends searches.
+            shard, mask = self._resize(number, 2 * (mask + 1))
+            at = tag & mask
+            while shard[at]:
+                at += 1
+        shard[at] = tag << 32 | row
+        return row
 
     def _resize(self, number: int, size: int) -> tuple[memoryview, int]:
         slots = np.asarray(self.shards[number][0])
