@@ -64,7 +64,7 @@ def test_kept_blocks_serve_the_next_demo(tmp_path: Path) -> None:
         assert main(["demo", "--output", str(output), "--keep", str(kept)]) == 0
         first, _ = json.loads((output / "demo.json").read_text())["runs"]
         assert (first["hits"]["fs"] > 0) is fs_hits
-    assert list(kept.rglob("*.bin"))
+    assert list(kept.rglob("*.seg"))
 
 
 @pytest.mark.usefixtures("runs")

@@ -114,7 +114,7 @@ def test_a_disk_that_is_full_at_once(
     assert f"root_dir {folder}/blocks is on a full file system" in err
     assert "ENOSPC" in err
     assert err.count("\n") == 1
-    assert list(folder.rglob("*.bin")) == list(folder.rglob("*.tmp")) == []
+    assert list(folder.rglob("*.seg")) == list(folder.rglob("probe")) == []
     assert list(shm_dir.iterdir()) == []
 
 

@@ -116,8 +116,8 @@ def test_a_replay_leaves_nothing_but_its_blocks(
     assert run_replay(*TIGHT, f"--tier=fs:root_dir={root}")[0] == 0
     assert threading.enumerate() == threads
     assert list(shm_dir.iterdir()) == []
-    kinds = {path.suffix for path in root.rglob("*") if path.is_file()}
-    assert kinds == {".bin", ".json"}
+    kinds = {path.suffix or path.name for path in root.rglob("*") if path.is_file()}
+    assert kinds == {".seg", ".idx", ".json", ".lock", "lock"}
 
 
 def test_no_tier_is_legal(run_replay: Run, tmp_path: Path, trace_file: Path) -> None:

@@ -179,6 +179,11 @@ class BatchTier(PooledTier, Generic[StorePlanT, LoadPlanT]):
         )
 
     @override
+    def _max_stores(self) -> int:
+        # The more stores are at the device, the longer a load has to wait there.
+        return self.config.io_threads // 2
+
+    @override
     def _split(self, num_blocks: int) -> int:
         blocks_per_batch = max(1, self.batch_bytes // self.context.block_bytes)
         return -(-num_blocks // blocks_per_batch)

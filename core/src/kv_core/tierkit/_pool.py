@@ -89,18 +89,25 @@ class LoadFirstPool:
     A task is called without arguments and should contain its own errors; what it raises all the
     same is logged, and the thread lives on.
 
-    Attributes:
+    Args:
         num_threads: Number of threads, at least two.
+        name: Prefix of the threads' names.
+        max_stores: Most stores that run at the same time; default all threads but one.
+
+    Attributes:
+        num_threads: Number of threads.
     """
 
-    def __init__(self, num_threads: int, *, name: str) -> None:
+    def __init__(self, num_threads: int, *, name: str, max_stores: int | None = None) -> None:
         if num_threads < 2:
             raise ValueError(
                 f"a load-first pool needs at least 2 threads, one of them for loads, found "
                 f"{num_threads}"
             )
         self.num_threads = num_threads
-        self._queue: LoadFirstQueue[Callable[[], None]] = LoadFirstQueue(num_threads - 1)
+        self._queue: LoadFirstQueue[Callable[[], None]] = LoadFirstQueue(
+            num_threads - 1 if max_stores is None else max(1, min(max_stores, num_threads - 1))
+        )
         self._changed = threading.Condition(threading.Lock())
         self._stopping = False
         self._name = name

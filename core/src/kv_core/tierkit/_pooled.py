@@ -68,6 +68,10 @@ class PooledTier(KitTier):
     def _start_lookups(self) -> Lookups:
         """Return what answers lookups, and start its threads if it has any."""
 
+    def _max_stores(self) -> int | None:
+        """Return the most stores that run at the same time; ``None`` leaves one thread free."""
+        return None
+
     def _stop_lookups(self, timeout_s: float | None) -> bool:  # noqa: ARG002 - for overrides
         """Join the threads of the lookups; also when they were never started."""
         return True
@@ -76,7 +80,11 @@ class PooledTier(KitTier):
     def _open(self) -> tuple[Executor, Lookups]:
         self._refuse_coroutines()
         self._closer: threading.Thread | None = None
-        self._pool = LoadFirstPool(self.config.io_threads, name=f"kv-{self.context.tier_name}-io")
+        self._pool = LoadFirstPool(
+            self.config.io_threads,
+            name=f"kv-{self.context.tier_name}-io",
+            max_stores=self._max_stores(),
+        )
         try:
             self.open()
             lookups = self._start_lookups()

@@ -28,7 +28,7 @@ class FsConfig(TierKitConfig):
     """Folder of the blocks; made when it does not exist. Several engines, models and hosts may
     share one.
     """
-    layout: Layout = "files"
+    layout: Layout = "segments"
     """How blocks lie in it. Layouts do not see each other's blocks."""
     direct_io: bool = True
     """Whether to bypass the page cache where the file system allows it."""

@@ -22,6 +22,7 @@ from kv_tier_fs.segments._listing import (
     list_writer,
     list_writers,
 )
+from kv_tier_fs.segments._probe import PROBE_NAME
 from kv_tier_fs.segments._segment import segment_path
 from kv_tier_fs.segments._segment_file import SEALED_MODE
 
@@ -65,6 +66,7 @@ def _reclaim_writer(root_dir: Path, layout_folder: Path, folder: Path) -> bool:
         if REMOVALS_NUMBER in listing.indexes:
             changed |= _reclaim_removals(root_dir, layout_folder, listing)
         (folder / f"{REMOVALS_NUMBER:08d}{UNFINISHED_SUFFIX}").unlink(missing_ok=True)
+        (folder / PROBE_NAME).unlink(missing_ok=True)
         if all(path.name == LOCK_NAME for path in folder.iterdir()):
             remove_writer_folder(folder)
             changed = True

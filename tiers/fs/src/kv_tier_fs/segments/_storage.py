@@ -24,6 +24,7 @@ from kv_tier_fs.segments._direct import DirectIO
 from kv_tier_fs.segments._folder import NamespaceFolder
 from kv_tier_fs.segments._follow import Follower
 from kv_tier_fs.segments._index import BlockIndex
+from kv_tier_fs.segments._probe import probe_io
 from kv_tier_fs.segments._reader import SegmentFiles, SegmentReader
 from kv_tier_fs.segments._segment import SegmentName, Segments
 from kv_tier_fs.segments._space import Limits, Space
@@ -135,7 +136,7 @@ class SegmentStorage:
 
     # -- life -----------------------------------------------------------------------------------
 
-    def open(self, primary: PrimaryView) -> None:  # noqa: ARG002
+    def open(self, primary: PrimaryView) -> None:
         """Open it.
 
         Raises:
@@ -161,6 +162,8 @@ class SegmentStorage:
         with explained(self._root):
             self._fill_index(self._follower)
         if self._own is not None:
+            with explained(self._root):
+                probe_io(self._root, self._own.path, self._direct, primary)
             self._open_writer(self._own)
         name = f"kv-{self._tier_name}"
         self._follower.start(
