@@ -36,7 +36,8 @@ _ADVICE: Final = {
     S3ErrorKind.NO_BUCKET: "Make the bucket, or correct 'bucket'; the tier makes none itself",
     S3ErrorKind.DENIED: (
         "The credentials are wrong, or lack s3:GetObject, s3:PutObject or s3:DeleteObject below "
-        "the prefix. Check 'access_key_id' or 'profile', and the policy of the bucket"
+        "the prefix, or s3:ListBucket, without which a missing object is answered with 403, too. "
+        "Check 'access_key_id' or 'profile', and the policy of the bucket"
     ),
     S3ErrorKind.EXPIRED: "Renew the credentials, or leave them out so that the usual chain does",
     S3ErrorKind.REDIRECTED: "The bucket is in another region: set 'region' to that of the bucket",

@@ -51,6 +51,7 @@ _KINDS: Final = (
     (asyncio.TimeoutError, S3ErrorKind.TIMEOUT),
     (TimeoutError, S3ErrorKind.TIMEOUT),
     (boto.HTTPClientError, S3ErrorKind.NETWORK),
+    (boto.ConnectionError, S3ErrorKind.NETWORK),
     (aiohttp.ClientError, S3ErrorKind.NETWORK),
     (ConnectionError, S3ErrorKind.NETWORK),
     (boto.IncompleteReadError, S3ErrorKind.NETWORK),

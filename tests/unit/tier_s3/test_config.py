@@ -1,0 +1,112 @@
+"""Settings of the s3 tier: what is refused, and what is shown nowhere."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kv_core.contract import parse_tier_config
+from kv_core.errors import ConfigError
+from kv_tier_s3 import Engine, S3Config
+from kv_tier_s3._masked_logs import MaskedLogs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SECRET = "hunter2-very-secret"
+
+
+def config(**settings: Any) -> S3Config:
+    """Return validated settings."""
+    return parse_tier_config("cold", S3Config, {"bucket": "kv-cache", **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting", "told"),
+    [
+        ({"bucket": "b/prefix"}, "bucket", "the rest as 'prefix'"),
+        ({"bucket": ""}, "bucket", "2 to 255 letters"),
+        ({"bucket": "s3://b"}, "bucket", "holds a slash"),
+        ({"endpoint_url": "minio:9000"}, "endpoint_url", "must begin with 'http://'"),
+        ({"endpoint_url": "https://"}, "endpoint_url", "name a host"),
+        ({"endpoint_url": "https://u:p@minio"}, "endpoint_url", "holds credentials"),
+        ({"endpoint_url": "https://minio/bucket"}, "endpoint_url", "more than a host"),
+        ({"access_key_id": "AK"}, "", "'secret_access_key' is missing"),
+        ({"secret_access_key": SECRET}, "", "'access_key_id' is missing"),
+        ({"session_token": SECRET}, "", "belongs to an 'access_key_id'"),
+        ({"sse_kms_key_id": "k"}, "", "'server_side_encryption' to be 'aws:kms'"),
+        ({"engine": "boto"}, "engine", "s3fs"),
+        ({"bukcet": "b"}, "bukcet", "is not a setting"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    settings: Mapping[str, Any], setting: str, told: str
+) -> None:
+    """With the name of the setting and what to write, and without the secret."""
+    with pytest.raises(ConfigError, match=told) as caught:
+        config(**settings)
+    if setting:
+        assert caught.value.setting == f"cold.{setting}"
+    assert SECRET not in str(caught.value)
+
+
+def test_the_bucket_is_required() -> None:
+    """And named."""
+    with pytest.raises(ConfigError, match="'bucket' is required but missing"):
+        parse_tier_config("cold", S3Config, {})
+
+
+def test_a_prefix_has_no_slashes_around_it() -> None:
+    """Or objects would have empty names in their path."""
+    assert config(prefix="/team/kv/").prefix == "team/kv"
+
+
+@pytest.mark.parametrize(
+    ("settings", "path_style"),
+    [
+        ({}, False),
+        ({"endpoint_url": "http://minio:9000"}, True),
+        ({"endpoint_url": "http://minio:9000", "addressing_style": "virtual"}, False),
+        ({"addressing_style": "path"}, True),
+    ],
+)
+def test_where_the_bucket_is_in_a_request(settings: Mapping[str, Any], path_style: bool) -> None:
+    """In the path where a host per bucket is not to be expected."""
+    assert config(**settings).uses_path_style is path_style
+
+
+def test_secrets_are_not_shown() -> None:
+    """Neither by repr nor in a dump (CONF-2)."""
+    found = config(access_key_id="AK" + SECRET, secret_access_key=SECRET, session_token=SECRET)
+    shown = [repr(found), str(found), str(found.model_dump()), found.model_dump_json()]
+    assert not [text for text in shown if SECRET in text]
+
+
+def test_the_engine_is_s3fs_unless_somebody_says_otherwise() -> None:
+    """It is what is always installed."""
+    assert config().engine is Engine.S3FS
+    assert config(engine="obstore").engine is Engine.OBSTORE
+
+
+# -- logs of client libraries ---------------------------------------------------------------------
+
+
+def test_what_a_library_logs_is_masked_while_the_client_is_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Botocore prints the headers of every request at level DEBUG, session tokens included."""
+    logger = logging.getLogger("library.of.the.test")
+    found = config(access_key_id="AK", secret_access_key=SECRET)
+    masked = MaskedLogs([logger.name], found.hide_secrets)
+    with caplog.at_level(logging.DEBUG):
+        masked.begin()
+        logger.debug("header %s of %d", SECRET, 3)
+        masked.end()
+        masked.end()
+        logger.debug("after %s", "that")
+    assert [record.getMessage() for record in caplog.records] == [
+        "header ********** of 3",
+        "after that",
+    ]
