@@ -26,6 +26,9 @@ _EXTRA: Final = "kv_connector_extra_config"
 _CONNECTOR: Final = "OffloadingConnector"
 _MULTI: Final = "MultiConnector"
 _ROLE: Final = "kv_both"
+# Our engine behind vLLM's spec, and what vLLM's connector and the model's identity read beside it.
+_VLLM_SPEC: Final = "KVCoreOffloadingSpec"
+_READ_ELSEWHERE: Final = frozenset({"model_id", "self_describing_kv_events"})
 _MARKS_OF_JSON: Final = frozenset('{"\n')
 
 
@@ -58,7 +61,16 @@ def read_config_input(source: str) -> ConfigInput:
     document = _parse(_text(source), "the argument" if _is_json(source) else source)
     if any(key.startswith("kv_") for key in document):
         return _from_transfer_config(document, "")
-    return ConfigInput(document)
+    return ConfigInput(_as_our_engine_reads(document))
+
+
+def _as_our_engine_reads(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of our engine from those of its door in vLLM, or any others unchanged."""
+    if settings.get("spec_name") != _VLLM_SPEC:
+        return settings
+    ours = {name: value for name, value in settings.items() if name not in _READ_ELSEWHERE}
+    has_tiers = bool(settings.get("secondary_tiers"))
+    return {**ours, "spec_name": "TieringOffloadingSpec" if has_tiers else "CPUOffloadingSpec"}
 
 
 def _is_json(text: str) -> bool:
@@ -187,7 +199,7 @@ def _from_transfer_config(transfer: Mapping[str, Any], where: str) -> ConfigInpu
                 f"{_ROLE!r}",
             )
         )
-    return ConfigInput(extra, tuple(errors), tuple(warnings))
+    return ConfigInput(_as_our_engine_reads(extra), tuple(errors), tuple(warnings))
 
 
 def _from_multi_connector(extra: Mapping[str, Any], where: str) -> ConfigInput:
