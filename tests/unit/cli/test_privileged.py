@@ -108,7 +108,7 @@ def test_a_disk_that_is_full_at_once(
     run_replay: Run, mount: Callable[[str], Path], shm_dir: Path
 ) -> None:
     """A root without room for one block is refused, and holds no block afterwards."""
-    folder = mount("8k")
+    folder = mount("4k")
     status, out, err = run_replay(*CHAT, f"--tier=fs:root_dir={folder}/blocks")
     assert (status, out) == (2, "")
     assert f"root_dir {folder}/blocks is on a full file system" in err

@@ -28,6 +28,9 @@ class FsConfig(TierKitConfig):
     """Folder of the blocks; made when it does not exist. Several engines, models and hosts may
     share one.
     """
+    io_threads: int = Field(default=16, ge=2, le=256)
+    """Transfers that run at the same time; at most half of them are stores in layout 'segments'.
+    """
     layout: Layout = "segments"
     """How blocks lie in it. Layouts do not see each other's blocks."""
     direct_io: bool = True
