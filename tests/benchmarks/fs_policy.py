@@ -82,8 +82,7 @@ class Line:
     @property
     def keeps_budget(self) -> bool:
         """Whether it is close enough."""
-        enough = min(self.points, self.prefix_points) >= -_POINTS
-        return enough and self.outcome.amplification <= _AMPLIFICATION
+        return self.points >= -_POINTS and self.outcome.amplification <= _AMPLIFICATION
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["replay_tier"]
 
 _BLOCK_BYTES: Final = 4096
+# What an index keeps of a block: a thirtieth of these small ones, and next to nothing of real ones.
+_INDEX_BYTES: Final = 128
 _HALF_BYTES: Final = 2**22
 
 
@@ -36,7 +38,8 @@ def replay_tier(
     with Memory(_HALF_BYTES) as memory:
         room = memory.half_bytes // _BLOCK_BYTES
         contender = FsContender(memory, "segments")
-        contender.open(folder, _BLOCK_BYTES, capacity_bytes=capacity * _BLOCK_BYTES)
+        capacity_bytes = capacity * (_BLOCK_BYTES + _INDEX_BYTES)
+        contender.open(folder, _BLOCK_BYTES, capacity_bytes=capacity_bytes)
         try:
             stored = 0
             for request in requests:
