@@ -51,7 +51,6 @@ class Instance:
         self.clock = ManualClock()
         self.folder = NamespaceFolder(root, namespace or example_namespace(_BLOCK_BYTES))
         self.folder.open(read_only=False, timeout_s=5)
-        self.own = self.folder.become_writer(5)
         self.segments = Segments()
         self.index = BlockIndex()
         self.removed: list[Segment] = []
@@ -74,6 +73,7 @@ class Instance:
             self.clock,
             self.removed.append,
         )
+        self.own = self.folder.become_writer(5)
         place = WriterPlace(
             root,
             self.own.path,

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kv_core.errors import BlockDeclinedError
+import pytest
+
+from kv_core.errors import BlockDeclinedError, ConfigError
 from kv_core.tierkit.testing import example_namespace
 from kv_tier_fs.segments._space import index_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import pytest
 
     Open = Callable[..., Any]
 
@@ -186,6 +186,55 @@ def test_what_is_not_in_the_index_yet_is_the_youngest(instance: Open) -> None:
     assert one.present(0, 1, 2, 3, 4) == [1, 2, 3, 4]
 
 
+# -- empty segments ------------------------------------------------------------------------------
+
+
+def remove(instance: Any, *numbers: int) -> None:
+    """Remove blocks, as a deletion does."""
+    for number in numbers:
+        for segment, slot, _ in instance.index.places(*instance.keys(number)):
+            instance.index.remove(*instance.keys(number), segment, slot)
+            instance.writer.remove(segment, instance.keys(number), [slot])
+
+
+def test_a_segment_without_blocks_gives_its_space_back(instance: Open) -> None:
+    """Also when there is room for all (DEL-1, CAP-4); one with a block left stays."""
+    one = instance()
+    fill(one, 0, 2)
+    remove(one, 0, 1, 2, 3, 4, 5, 6)
+    assert one.collector.collect() == 0
+    assert [path.name for path in sorted(one.own.path.glob("*.seg"))] == ["00000002.seg"]
+    assert one.load(*range(8)) == [7]
+
+
+def test_a_segment_that_holds_more_than_the_index_knows_stays(instance: Open) -> None:
+    """Blocks were stored, and the store is yet to be reported."""
+    one = instance()
+    assert one.store(0, 1) == {}
+    stored, _ = one.writer.store(one.keys(2, 3), one._views(2))
+    remove(one, 0, 1)
+    assert one.space.remove_empty() == 0
+    for part in stored:
+        one.index.put(part.segment, one.keys(2, 3), part.slots, part.checksums)
+    remove(one, 2, 3)
+    assert one.space.remove_empty() == 1
+    assert one.disk_bytes() < BLOCK + 4096
+
+
+def test_an_empty_segment_that_is_in_use_stays(instance: Open) -> None:
+    """Somebody still loads from it, or still writes to it."""
+    one = instance()
+    fill(one, 0, 1)
+    assert one.store(4) == {}
+    segment = one.index.places(*one.keys(0))[0][0]
+    remove(one, 0, 1, 2, 3, 4)
+    segment.pins += 1
+    assert one.space.remove_empty() == 0
+    segment.pins -= 1
+    assert one.space.remove_empty() == 1
+    assert [path.name for path in one.own.path.glob("*.seg")] == ["00000002.seg"]
+
+
 # -- free space -----------------------------------------------------------------------------------
 
 
@@ -236,6 +285,31 @@ def test_a_lock_that_is_held_for_too_long_declines(instance: Open) -> None:
     assert isinstance(failures[0], BlockDeclinedError)
     assert "another process" in str(failures[0])
     assert one.store(0) == {}
+
+
+def test_only_the_first_store_waits_for_a_lock_that_is_held(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would keep threads from loads; after a while, one waits again."""
+    one = instance()
+    waits: list[float] = []
+
+    def refuse(timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        raise TimeoutError("locked")
+
+    monkeypatch.setattr(one.folder, "lock_space", refuse)
+    for _ in range(3):
+        assert 0 in one.store(0)
+    one.clock.turn(1)
+    assert 0 in one.store(0)
+    assert waits == [0.05, 0.0, 0.0, 0.05]
+
+
+def test_a_capacity_that_holds_no_segment_is_refused(instance: Open) -> None:
+    """At the opening, with the least that would do."""
+    with pytest.raises(ConfigError, match=r"'capacity_bytes' is 9000: .* need 16384 bytes"):
+        instance(capacity_bytes=9000)
 
 
 def test_dead_writers_in_a_full_folder_are_reclaimed(instance: Open) -> None:

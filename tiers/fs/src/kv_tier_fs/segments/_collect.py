@@ -100,7 +100,7 @@ class Collector:
     # -- one collection -------------------------------------------------------------------------
 
     def collect(self) -> int:
-        """Copy what is worth it from the next victim, if one will be needed.
+        """Remove empty segments, and copy what is worth it from the next victim if one is needed.
 
         Returns:
             Number of blocks that were copied.
@@ -109,6 +109,7 @@ class Collector:
             OSError: The folder cannot be used.
         """
         self._remove_unwanted()
+        self._space.remove_empty()
         if not self._space.is_short:
             return 0
         try:
@@ -184,7 +185,7 @@ class Collector:
         self._thread = thread
 
     def wake(self) -> None:
-        """Say that a segment was made: room will soon be needed for another one. Any thread."""
+        """Say that a segment was made, or blocks were removed. Any thread."""
         self._due.set()
 
     def _run(self) -> None:

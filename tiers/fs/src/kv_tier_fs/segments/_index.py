@@ -489,7 +489,6 @@ class BlockIndex:
         table.checksums[row] = checksum
         table.segments[row] = number
         self._rows[number] += 1
-        segment.entered_blocks += 1
         segment.live_blocks += 1
         self._num_blocks += 1
 
@@ -522,6 +521,7 @@ class BlockIndex:
         if target.gone:
             return
         target.used_at = max(target.used_at, source.used_at)
+        target.entered_blocks += len(copies.blocks)
         for key, slot_before, slot, checksum in copies.blocks:
             table = self._tables.get(len(key))
             row = -1 if table is None else table.find(key)
@@ -537,6 +537,7 @@ class BlockIndex:
                 # As old as it was, and to be used once more to be copied once more.
                 table.uses[row] &= ~1
             elif current is target or current.gone:
+                target.entered_blocks -= 1
                 self._put(target, (key,), (slot,), (checksum,), table.uses[row] >> 1)
             else:
                 # Stored again meanwhile.

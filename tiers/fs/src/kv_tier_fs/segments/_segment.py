@@ -55,8 +55,8 @@ class Segment:
         num_slots: Most blocks that it holds.
         pins: Loads from it that are in flight.
         live_blocks: Blocks that the index finds in it.
-        entered_blocks: Blocks that the index has ever found in it. Zero: what it holds is younger
-            than all that the index knows.
+        entered_blocks: Blocks of it that the index has been told of, since removed ones included.
+            Zero: what it holds is younger than all that the index knows.
         number_in_index: Where the index has it; :data:`NOT_INDEXED` when it has no block of it.
         used_at: Use counter of the index at the latest use of any of its blocks.
         touched_s: Time of the last use that its file bears, as far as is known; seconds since the

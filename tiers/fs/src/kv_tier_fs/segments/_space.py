@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from kv_core.errors import BlockDeclinedError
+from kv_core.errors import BlockDeclinedError, ConfigError
 from kv_core.units import format_bytes
-from kv_tier_fs.segments._format import HEADER_BYTES
+from kv_tier_fs.segments._format import HEADER_BYTES, FrameKind
+from kv_tier_fs.segments._index_reader import IndexReader
 from kv_tier_fs.segments._leftovers import reclaim_leftovers
 from kv_tier_fs.segments._listing import list_writer, list_writers
 from kv_tier_fs.segments._neighbours import Neighbours
@@ -76,6 +77,18 @@ class Limits:
     lock_timeout_s: float
 
 
+def _check_capacities(limits: Limits, block_bytes: int) -> None:
+    # One segment that is being filled, and one that can go meanwhile.
+    least = 2 * (-(-block_bytes // _PAGE_BYTES) * _PAGE_BYTES + index_bytes(1))
+    for setting in ("capacity_bytes", "root_capacity_bytes"):
+        found = getattr(limits, setting)
+        if found is not None and found < least:
+            raise ConfigError(
+                f"{setting!r} is {found}: blocks of {block_bytes} bytes need {least} bytes or more",
+                setting=setting,
+            )
+
+
 @final
 class _Inventory:
     """What the folders of a namespace hold, as of now."""
@@ -113,6 +126,9 @@ class Space:
         clock: Monotonic seconds.
         removed: Called with every segment that was removed.
 
+    Raises:
+        ConfigError: A capacity is too small for a single block.
+
     Attributes:
         disk_bytes: What the namespace takes on disk, as of the last look.
         is_short: Whether something will have to go for the next segment of the same size.
@@ -129,6 +145,7 @@ class Space:
         clock: Clock,
         removed: Callable[[Segment], None],
     ) -> None:
+        _check_capacities(limits, block_bytes)
         self._folder = folder
         self._segments = segments
         self._index = index
@@ -138,6 +155,7 @@ class Space:
         self._removed = removed
         self._neighbours = Neighbours(folder.root_dir, folder.path)
         self._reclaimed_at = clock()
+        self._locked_until = float("-inf")
         self._measure_at = clock()
         self.disk_bytes = 0
         self.is_short = False
@@ -157,9 +175,12 @@ class Space:
                 holds the lock for too long.
             OSError: The folders cannot be looked at.
         """
+        # Each store that waits keeps a thread from other work: one of them is enough to find out.
+        timeout_s = self._limits.lock_timeout_s if self._clock() >= self._locked_until else 0.0
         try:
-            lock = self._folder.lock_space(self._limits.lock_timeout_s)
+            lock = self._folder.lock_space(timeout_s)
         except TimeoutError as error:
+            self._locked_until = self._clock() + self._limits.lock_timeout_s
             raise BlockDeclinedError(str(error)) from error
         with lock:
             self._make_room(size_bytes + index_bytes(size_bytes // self._block_bytes))
@@ -269,6 +290,36 @@ class Space:
         """Return the segment that would go next, if any. It may change until it goes."""
         sealed = [segment for segment in self._segments.snapshot() if segment.sealed]
         return Victims(self._index, sealed).next()
+
+    def remove_empty(self) -> int:
+        """Remove the segments of which every block has been removed.
+
+        Returns:
+            Number of segments that went.
+
+        Raises:
+            OSError: The folders cannot be used.
+        """
+        empty = [
+            segment
+            for segment in self._segments.snapshot()
+            if segment.sealed and segment.entered_blocks and not segment.live_blocks
+        ]
+        if not empty:
+            return 0
+        with self._folder.lock_space(self._limits.lock_timeout_s):
+            return sum(self._remove_segment(s) for s in empty if self._is_empty(s))
+
+    def _is_empty(self, segment: Segment) -> bool:
+        """Say whether there is nothing in a segment, of which nobody is about to hear either."""
+        if segment.pins or segment.gone:
+            return False
+        try:
+            frames = IndexReader(self._folder.root_dir, segment.index_path).read()
+        except FileNotFoundError:
+            return False
+        published = sum(len(frame) for frame in frames if frame.kind == FrameKind.STORED)
+        return segment.entered_blocks >= published and not segment.live_blocks
 
     def _remove(self, inventory: _Inventory, missing_bytes: int) -> None:
         victims = Victims(self._index, inventory.removable)
