@@ -286,6 +286,9 @@ class SegmentStorage:
             # Nobody else gets to know; here, the index has forgotten them.
             self.removals_due.clear()
             return
+        if self._collector is not None and self.removals_due:
+            # A segment may have become empty.
+            self._collector.wake()
         while self.removals_due:
             try:
                 due = self.removals_due.popleft()
