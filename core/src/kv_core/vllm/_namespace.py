@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from kv_core.vllm._vllm_config import WholeConfig
 
 __all__ = ["MODEL_ID_SETTING", "compute_namespace", "namespace_of"]
+
+_LOGGER: Final = logging.getLogger(__name__)
 
 MODEL_ID_SETTING: Final = "model_id"
 """Key of ``kv_connector_extra_config``: the user's word for the identity of all weights."""
@@ -74,7 +77,7 @@ def namespace_of(config: Any, *, block_bytes: int, lasting: bool) -> Namespace:
     # Not at the top: the computation needs no vLLM, and neither do its tests.
     from kv_core.vllm import _compat
 
-    return compute_namespace(
+    namespace = compute_namespace(
         config,
         find_config(),
         block_bytes=block_bytes,
@@ -82,6 +85,9 @@ def namespace_of(config: Any, *, block_bytes: int, lasting: bool) -> Namespace:
         device=_compat.device(),
         lasting=lasting,
     )
+    # For whoever compares two engines of which one does not find what the other has stored.
+    _LOGGER.info("namespace %s: %s", namespace.fingerprint[:12], json.dumps(namespace.describe()))
+    return namespace
 
 
 def compute_namespace(
