@@ -109,6 +109,14 @@ class IndexFile:
             )
         self._write(frames)
 
+    def is_removed(self) -> bool:
+        """Say whether somebody has removed the file: what is appended is lost."""
+        try:
+            return not os.fstat(self._descriptor).st_nlink
+        except OSError:
+            # The storage does not answer. That it has removed the file is the least likely reason.
+            return False
+
     def _write(self, data: bytes) -> None:
         written = 0
         while written < len(data):
@@ -203,9 +211,14 @@ class PayloadFile:
         """Make what was written findable. One thread at a time.
 
         Raises:
+            FileNotFoundError: Somebody has removed the segment.
             OSError: None of it is findable.
         """
         self._index.append(FrameKind.STORED, self.segment.name, batches)
+        if self._index.is_removed():
+            raise FileNotFoundError(
+                errno.ENOENT, "somebody has removed the segment", str(self.segment.path)
+            )
 
     def seal(self, used_slots: int) -> None:
         """Give back the space that was not used, and close. Nothing may be in flight.

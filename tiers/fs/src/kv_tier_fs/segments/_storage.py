@@ -16,7 +16,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, final
 
-from kv_core.errors import BlockDamagedError, BlockDeclinedError
+from kv_core.errors import BlockDamagedError, BlockDeclinedError, BlockMissingError
 from kv_core.tierkit import Occasionally
 from kv_tier_fs._root import explained
 from kv_tier_fs.segments._collect import Collector
@@ -192,18 +192,15 @@ class SegmentStorage:
                     self.index.remove(key, target, slot)
 
     def _open_writer(self, own: WriterFolder) -> None:
-        config, block_bytes = self._config, self._block_bytes
-        place = WriterPlace(
-            self._root,
-            own.path,
-            own.writer,
-            self._folder.fingerprint,
-            block_bytes,
-            lambda: slots_per_segment(block_bytes, self._space.bound_bytes()),
-            sync=config.durability == "data",
-        )
+        block_bytes = self._block_bytes
         self._writer = SegmentWriter(
-            place, self._segments, self._space, self._direct, self._segment_was_made, self._soon
+            self._place_of(own),
+            self._segments,
+            self._space,
+            self._direct,
+            self._segment_was_made,
+            self._soon,
+            self._become_writer_again,
         )
         self._collector = Collector(
             self._folder,
@@ -213,6 +210,33 @@ class SegmentStorage:
             self._writer,
             block_bytes,
         )
+
+    def _place_of(self, own: WriterFolder) -> WriterPlace:
+        block_bytes = self._block_bytes
+        return WriterPlace(
+            self._root,
+            own.path,
+            own.writer,
+            self._folder.fingerprint,
+            block_bytes,
+            lambda: slots_per_segment(block_bytes, self._space.bound_bytes()),
+            sync=self._config.durability == "data",
+        )
+
+    def _become_writer_again(self) -> WriterPlace:
+        """Make the folders that somebody has removed. On a pool thread, one at a time."""
+        logger.warning("the folders of %s were removed; making them again", self._folder.path)
+        lost = self._own
+        self._folder.open(read_only=False, timeout_s=_LOCK_TIMEOUT_S)
+        self._own = self._folder.become_writer(_LOCK_TIMEOUT_S)
+        if self._follower is not None:
+            self._follower.add_own(self._own.writer)
+        if lost is not None:
+            for segment in self._segments.snapshot():
+                if segment.name.writer == lost.writer:
+                    self._forget(segment)
+            lost.close()
+        return self._place_of(self._own)
 
     def _segment_was_made(self) -> None:
         if self._collector is not None:
@@ -251,6 +275,9 @@ class SegmentStorage:
         """Load blocks, and retire those that turn out damaged. See :meth:`SegmentReader.load`."""
         failures = self._reader.load(places, keys, blocks)
         if failures:
+            for index, error in failures.items():
+                if isinstance(error, BlockMissingError):
+                    self._forget(places[index][0])
             self._retire(
                 [
                     (keys[index], places[index])
@@ -273,6 +300,12 @@ class SegmentStorage:
         except BlockDamagedError:
             self._retire([(key, place)])
             raise
+
+    def _forget(self, segment: Segment) -> None:
+        """Forget a segment that is not there, with all that it was to hold."""
+        if self._segments.discard(segment):
+            self.index.post_drop(segment)
+            self._files.forget(segment)
 
     def _retire(self, damaged: Sequence[tuple[OffloadKey, Place]]) -> None:
         if damaged:

@@ -163,7 +163,7 @@ class _Publication:
         self.filling = filling
         self.keys = keys
         self.part = part
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         self.ended = False
 
 
@@ -180,6 +180,8 @@ class SegmentWriter:
         direct: Whether to bypass the page cache.
         created: Called after a segment was made.
         soon: Runs something on another thread.
+        move: Called when the folder is no longer there, to empty the cache perhaps: returns where
+            to write from now on.
     """
 
     def __init__(
@@ -190,8 +192,10 @@ class SegmentWriter:
         direct: DirectIO,
         created: Callable[[], None],
         soon: Callable[[Callable[[], None]], None],
+        move: Callable[[], WriterPlace] | None = None,
     ) -> None:
         self._place = place
+        self._move = move
         self._segments = segments
         self._room = room
         self._direct = direct
@@ -206,9 +210,7 @@ class SegmentWriter:
         self._closed = False
         self._unpublished: deque[_Publication] = deque()
         self._last_number = _REMOVALS
-        header = IndexHeader(place.writer, _REMOVALS, 0, place.block_bytes, place.fingerprint)
-        path = segment_path(place.folder, _REMOVALS).with_suffix(INDEX_SUFFIX)
-        self._removals = RemovalIndex(place.root, path, header, sync=place.sync)
+        self._removals = _removal_index(place)
 
     # -- stores ---------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class SegmentWriter:
         checksums = [payload_checksum(*pair) for pair in zip(blocks, keys, strict=True)]
         stored: list[Stored] = []
         failures: dict[int, BaseException] = {}
-        start = 0
+        start, tried_again = 0, False
         while start < len(keys):
             try:
                 filling, slots = self._take(len(keys) - start)
@@ -239,6 +241,13 @@ class SegmentWriter:
             try:
                 filling.file.write(slots.start, blocks[start:stop])
                 self._publish(filling, keys[start:stop], part)
+            except FileNotFoundError as error:
+                # Removed under us, to empty the cache perhaps. There is a new one, as a rule.
+                part.segment.gone = True
+                if tried_again:
+                    failures.update(dict.fromkeys(range(start, stop), error))
+                else:
+                    tried_again, stop = True, start
             except Exception as error:  # noqa: BLE001 - each block of the part has this error
                 failures.update(dict.fromkeys(range(start, stop), error))
             else:
@@ -264,10 +273,10 @@ class SegmentWriter:
             publication = self._unpublished.popleft()
             by_segment.setdefault(publication.filling, []).append(publication)
         for filling, group in by_segment.items():
-            error = None
+            error: Exception | None = None
             try:
                 filling.file.publish([(it.keys, it.part.slots, it.part.checksums) for it in group])
-            except OSError as failure:
+            except Exception as failure:  # noqa: BLE001 - whoever waits for it is told
                 error = failure
             else:
                 last = max(it.part.slots.stop for it in group)
@@ -352,6 +361,20 @@ class SegmentWriter:
             logger.warning("segment %s cannot be sealed: %s", segment.path, error)
 
     def _create(self) -> PayloadFile:
+        """Make a segment. ``_creating`` held."""
+        try:
+            return self._create_here()
+        except FileNotFoundError:
+            if self._move is None or self._place.folder.exists():
+                raise
+        place = self._move()
+        with self._publishing:
+            self._removals.close()
+            self._place, self._removals = place, _removal_index(place)
+        self._last_number = _REMOVALS
+        return self._create_here()
+
+    def _create_here(self) -> PayloadFile:
         place = self._place
         number = self._last_number + 1
         name = SegmentName(place.writer, number)
@@ -394,3 +417,9 @@ class SegmentWriter:
                 self._retire(filling)
         with self._publishing:
             self._removals.close()
+
+
+def _removal_index(place: WriterPlace) -> RemovalIndex:
+    header = IndexHeader(place.writer, _REMOVALS, 0, place.block_bytes, place.fingerprint)
+    path = segment_path(place.folder, _REMOVALS).with_suffix(INDEX_SUFFIX)
+    return RemovalIndex(place.root, path, header, sync=place.sync)
