@@ -387,12 +387,14 @@ class Cache:
         tier: The type of the tier.
         folder: Where the tier and the test keep their files.
         options: vLLM's engine arguments that belong to it.
+        layout: How blocks lie in the folder of our file system tier.
     """
 
     mode: str
     tier: str
     folder: Path
     options: Mapping[str, Any] = field(default_factory=dict)
+    layout: str = "files"
 
     @property
     def store(self) -> Path:
@@ -428,7 +430,7 @@ class Cache:
         if self.tier == "fs":
             tier["root_dir"] = str(store or self.store)
             if self.mode != "vllm":
-                tier["min_free_bytes"] = "1MiB"
+                tier |= {"min_free_bytes": "1MiB", "layout": self.layout}
         extra: dict[str, Any] = {
             "cpu_bytes_to_use": blocks * block_bytes,
             "secondary_tiers": [tier | dict(tier_settings or {})],
@@ -514,8 +516,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers of this folder."""
     config.addinivalue_line(
         "markers",
-        "caches(*names): the configurations that a test runs with, MODE-TIER or MODE-TIER-async; "
-        "with KV_CORE_VLLM_MATRIX=1 also those named by matrix=",
+        "caches(*names): the configurations that a test runs with, MODE-TIER or MODE-TIER-async, "
+        "where the tier 'segments' is 'fs' with that layout; with KV_CORE_VLLM_MATRIX=1 also "
+        "those named by matrix=",
     )
 
 
@@ -536,6 +539,13 @@ def cache(cache_name: str, tmp_path_factory: pytest.TempPathFactory) -> Cache:
     """Return the configuration of the connector."""
     mode, tier, *scheduling = cache_name.split("-")
     options = {"async_scheduling": True} if scheduling == ["async"] else {}
-    made = Cache(mode, tier, tmp_path_factory.mktemp(cache_name), options)
+    layout = "segments" if tier == "segments" else "files"
+    made = Cache(
+        mode,
+        "fs" if tier == "segments" else tier,
+        tmp_path_factory.mktemp(cache_name),
+        options,
+        layout,
+    )
     made.sabotage.write_text("none")
     return made

@@ -16,7 +16,12 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.caches(
-        "engine-fs", "tier-fs", "engine-example", "tier-example", matrix=["vllm-fs"]
+        "engine-fs",
+        "tier-fs",
+        "engine-example",
+        "tier-example",
+        "engine-segments",
+        matrix=["tier-segments", "vllm-fs"],
     ),
 ]
 

@@ -65,6 +65,7 @@ class _Engine:
 
     def __init__(self) -> None:
         self._llm: Any = None
+        self._processes = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
         self._outputs: dict[str, Any] = {}
         self._names: dict[str, str] = {}
 
@@ -204,17 +205,19 @@ class _Engine:
         """End requests early."""
         self._llm.llm_engine.abort_request(requests, internal=True)
 
-    def settle(self, *, deadline_s: float = 60.0) -> int:
+    def settle(self, *, deadline_s: float = 120.0) -> int:
         """Take steps while the engine or the connector has work; return how many.
 
-        An engine in a process of its own does so by itself.
+        An engine in a process of its own steps by itself, and is waited for.
         """
+        core = self._llm.llm_engine.engine_core
         end = time.monotonic() + deadline_s
         steps = 0
-        while self._scheduler.has_requests():
+        while core.call_utility("has_work") if self._processes else self._scheduler.has_requests():
             if time.monotonic() > end:
                 raise TimeoutError(f"the engine has work after {deadline_s} s and {steps} steps")
-            self.step()
+            if not self._processes:
+                self.step()
             steps += 1
             # Nothing to compute: the disk should have the processor.
             time.sleep(0.001)
