@@ -495,6 +495,22 @@ def test_a_removed_segment_is_missing(bench: Bench, many_keys: list[OffloadKey])
     assert {type(error) for error in failures.values()} == {BlockMissingError}
 
 
+def test_a_segment_that_another_host_has_removed_is_missing(
+    bench: Bench, many_keys: list[OffloadKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ESTALE from a network file system says that the file is gone, not that the backend fails."""
+    places = bench.places(many_keys[:2])
+
+    def stale(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(errno.ESTALE, "injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", stale)
+        _, failures = bench.load(places, many_keys[:2])
+    assert {type(error) for error in failures.values()} == {BlockMissingError}
+    assert bench.load(places, many_keys[:2]) == ([True, True], {})
+
+
 def test_a_symbolic_link_is_not_followed(
     bench: Bench, many_keys: list[OffloadKey], tmp_path: Path
 ) -> None:

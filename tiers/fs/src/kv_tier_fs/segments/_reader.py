@@ -38,7 +38,8 @@ CHECKED_BYTES: Final = 1 << 20
 """What a thread reads at a time of a block that is only checked."""
 
 _NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
-_GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+# ESTALE: removed by another host of a network file system, while it was open here.
+_GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
 
 
 @final
@@ -269,6 +270,11 @@ class SegmentReader:
                 )
             self._note_use(segment)
         except OSError as error:
+            if error.errno in _GONE:
+                self._files.forget(segment)
+                missing = BlockMissingError(f"segment {segment.path} is not there any more")
+                failures.update(dict.fromkeys(run, missing))
+                return
             if len(run) == 1:
                 failures[run[0]] = error
                 return
