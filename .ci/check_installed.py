@@ -9,11 +9,24 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 GROUP = "kv_core.tiers"
+
+
+def required_tiers(
+    distribution: importlib.metadata.Distribution,
+) -> list[importlib.metadata.Distribution]:
+    """Return the tiers that a tier is built on."""
+    names = [
+        re.split(r"[^A-Za-z0-9_-]", requirement)[0]
+        for requirement in distribution.requires or ()
+        if "extra ==" not in requirement
+    ]
+    return [importlib.metadata.distribution(name) for name in names if name.startswith("kv-tier-")]
 
 
 def check(wheel: str) -> str:
@@ -35,7 +48,11 @@ def check(wheel: str) -> str:
         )
         tiers = json.loads(done.stdout)["tiers"]
         listed = sorted(tier["type"] for tier in tiers)
-        expected = sorted(distribution.entry_points.select(group=GROUP).names)
+        expected = sorted(
+            entry.name
+            for owner in (distribution, *required_tiers(distribution))
+            for entry in owner.entry_points.select(group=GROUP)
+        )
         require(listed == expected, f"kv-core tiers lists {listed}, expected {expected}")
         problems = [tier["error"] for tier in tiers if tier["error"]]
         require(not problems, f"broken: {problems}")
