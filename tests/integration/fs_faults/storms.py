@@ -55,6 +55,7 @@ BLOCKS: Final = 480
 MOST_WRITERS: Final = 3
 JOB_BLOCKS: Final = 12
 PATIENCE_S: Final = 60.0
+ACCOUNTS_S: Final = 10.0
 WRONG: Final = 3  # exit status of a process that found something that must not be
 
 # Places on the board, in bytes.
@@ -127,13 +128,21 @@ class Storage:
         return driver, checked.spec.capabilities
 
     def disk_bytes(self) -> int:
-        """Return what the blocks of the layout take on the disk."""
-        total = 0
-        for path in self.root.rglob("*"):
-            if path.suffix in (".seg", ".idx", ".bin", ".tmp"):
-                with contextlib.suppress(FileNotFoundError):
-                    total += path.lstat().st_blocks * 512
-        return total
+        """Return what the blocks of the namespace take on the disk."""
+        fingerprint = example_namespace(self.block_bytes, model=self.model).fingerprint
+        return sum(map(disk_bytes, self.root.glob(f"*_{fingerprint[:12]}*")))
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return what the files of blocks below a folder take on the disk."""
+    total = 0
+    for path in folder.rglob("*"):
+        if path.suffix in (".seg", ".idx", ".bin", ".tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                # The end of a file takes a whole page, but not everywhere before it is written.
+                total += max(status.st_blocks * 512, status.st_size)
+    return total
 
 
 class Board:
@@ -151,7 +160,7 @@ class KillSwitch:
     """Counts the calls of a process that change the storage, and kills it at one of them.
 
     Args:
-        place: Module and call to die at, as in ``_writer.pwritev``; ``None``: only count.
+        place: Module and call to die at, as in ``_direct.pwritev``; ``None``: only count.
         number: The how manieth call there.
         moment: ``before``, ``torn`` (half of the bytes) or ``after``.
 
@@ -192,12 +201,13 @@ class KillSwitch:
 
 
 def _caller() -> str:
-    """Return the module of the tier that makes a call."""
+    """Return the module of the tier that makes a call, and whether it does so to collect."""
+    collects = "collect" in threading.current_thread().name
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith("kv_tier_fs"):
-            return module.rpartition(".")[2]
+            return ("collector/" if collects else "") + module.rpartition(".")[2]
         frame = frame.f_back
     return "elsewhere"
 
@@ -331,16 +341,31 @@ def inspect(storage: Storage, board: Board) -> None:
     # Whatever is cleaned up beside the opening is done when a store has gone through.
     driver.store(keys[:1])
     if Capability.USAGE in capabilities:
-        usage = driver.tier.usage()
-        disk = storage.disk_bytes()
-        if usage.bytes != disk:
-            raise Failure(f"the tier counts {usage.bytes} bytes, the disk has {disk}")
-        if usage.blocks != sum(driver.resolve(keys)):
-            raise Failure(f"the tier counts {usage.blocks} blocks, and finds others")
+        expect_right_accounts(storage, driver)
     driver.close()
     leftovers = find_leftovers(storage.root)
     if leftovers:
         raise Failure(f"left over: {leftovers}")
+
+
+def expect_right_accounts(storage: Storage, driver: TierDriver) -> None:
+    """Require that the tier soon counts what the disk has, and that this is within the bound.
+
+    Raises:
+        Failure: It does not.
+    """
+    end = time.monotonic() + ACCOUNTS_S
+    while (counted := driver.tier.usage().bytes) != (disk := storage.disk_bytes()):
+        if time.monotonic() > end:
+            raise Failure(f"the tier counts {counted} bytes, the disk has {disk}")
+        driver.step()
+        time.sleep(0.01)
+    if storage.bound_bytes is not None and disk > storage.bound_bytes:
+        raise Failure(f"the disk has {disk} bytes, {storage.bound_bytes} are allowed")
+    keys = [example_key(block) for block in range(BLOCKS)]
+    blocks, found = driver.tier.usage().blocks, sum(driver.resolve(keys))
+    if blocks != found:
+        raise Failure(f"the tier counts {blocks} blocks, and finds {found}")
 
 
 def find_leftovers(root: Path) -> list[str]:
@@ -436,15 +461,16 @@ class Kills:
         bound = 2 * MIB if layout == "segments" else None
         self._storages.append(Storage(folder / "tight", layout, 16384, {}, bound))
         self._boards = [Board() for _ in self._storages]
-        self._places: dict[str, int] = {}
+        # How often a writer makes a call there, by storage and place.
+        self._places: dict[tuple[int, str], int] = {}
         self.kills: Counter[str] = Counter()
-        self.aimed: Counter[str] = Counter()
+        self.aimed: Counter[tuple[int, str]] = Counter()
         self.outside = 0
         self.rounds = 0
 
     def measure(self) -> None:
         """Let a writer live undisturbed, and keep which calls it makes, and how often."""
-        for storage, board in zip(self._storages, self._boards, strict=True):
+        for index, (storage, board) in enumerate(zip(self._storages, self._boards, strict=True)):
             told, tell = os.pipe()
 
             def count(storage: Storage = storage, board: Board = board, tell: int = tell) -> None:
@@ -461,27 +487,27 @@ class Kills:
                 counts: dict[str, int] = json.load(pipe)
             children.expect_end()
             for place, times in counts.items():
-                self._places[place] = max(times, self._places.get(place, 0))
+                self._places[index, place] = times
 
     def round(self) -> bool:
         """Kill one writer and look at what is left; return whether it was met."""
         self.rounds += 1
         choose = self._random
-        index = choose.choice((0, 1))
+        index, place, switch = choose.choice((0, 1)), "outside", None
+        if choose.random() < 0.6:
+            index, place = aim = min(sorted(self._places), key=self.aimed.__getitem__)
+            self.aimed[aim] += 1
+            moments = ["before", "after", *(["torn"] * 2 if place.split(".")[1] in TORN else [])]
+            # Rather early: there may be less to do than when it was counted.
+            number = min(1 + int(choose.expovariate(1 / 8)), max(1, self._places[aim] // 2))
+            switch = KillSwitch(place, number, choose.choice(moments))
         storage, board = self._storages[index], self._boards[index]
         board.numbers[:STATES] = bytes(STATES)
-        if choose.random() < 0.4:
+        if choose.random() < 0.5:
             # What is there already is not stored again.
             shutil.rmtree(storage.root, ignore_errors=True)
             board.numbers[:] = bytes(len(board.numbers))
         others = choose.randint(0, MOST_WRITERS - 1)
-        switch, place = None, "outside"
-        if choose.random() < 0.5:
-            place = min(sorted(self._places), key=self.aimed.__getitem__)
-            self.aimed[place] += 1
-            moments = ["before", "after", *(["torn"] * 2 if place.split(".")[1] in TORN else [])]
-            most = max(1, self._places[place] // 2)
-            switch = KillSwitch(place, choose.randint(1, most), choose.choice(moments))
         children = Children()
         try:
             steps = 40
@@ -581,7 +607,7 @@ def run_crowd(folder: Path, layout: str, seconds: float, seed: int) -> dict[str,
             )
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            most_bytes = max(most_bytes, storages[0].disk_bytes())
+            most_bytes = max(most_bytes, disk_bytes(folder))
             looks += 1
             time.sleep(0.005)
         children.expect_end()
