@@ -74,8 +74,16 @@ def healthy(cache: Cache, storage: FaultyFolder, engine: Engine, prompts: Prompt
     cache.wait_until(
         engine,
         lambda _: sum(engine.metrics("tier_health").values()) == 0,
-        between=lambda: stored(engine, probe),
+        between=lambda: store(engine, probe),
     )
+
+
+def store(engine: Engine, asked: list[list[int]]) -> list[int]:
+    """Answer prompts, and forget all that is above the tier; return what had been cached."""
+    found = engine.generate(asked)
+    engine.settle()
+    assert engine.reset(connector=True)
+    return found.cached
 
 
 def stored(engine: Engine, asked: list[list[int]]) -> None:
@@ -83,13 +91,11 @@ def stored(engine: Engine, asked: list[list[int]]) -> None:
 
     A machine with too much to do may miss the short deadlines, so it is done until it is done.
     """
+    full = [len(prompt) // 32 * 32 for prompt in asked]
     for _ in range(10):
-        found = engine.generate(asked)
-        engine.settle()
-        assert engine.reset(connector=True)
-        if found.cached == [len(prompt) // 32 * 32 for prompt in asked]:
+        if (cached := store(engine, asked)) == full:
             return
-    pytest.fail(f"the prompts do not get into the tier: {found.cached}")
+    pytest.fail(f"the prompts do not get into the tier: {cached}")
 
 
 def test_stores_fail(
