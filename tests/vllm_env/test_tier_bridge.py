@@ -305,6 +305,13 @@ def test_a_reset_waits_for_io_that_cannot_be_stopped(
     tier.stuck = []
     assert over.wait(20)
     thread.join()
+    _flush_reset(rig)
+    # Every slot is there, and there once.
+    rig.store("b", *keys[8:16])
+    [job] = tier.jobs.values()
+    assert sorted(job.block_ids.tolist()) == list(range(8))
+    tier.finish()
+    rig.settle()
 
 
 def test_a_lost_job_does_not_hold_a_reset(

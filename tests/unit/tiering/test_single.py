@@ -513,3 +513,20 @@ def test_shutdown_flushes_stores(start: Callable[..., Engine], keys: list[Offloa
     _store(single, keys[:2])
     assert single.shutdown() == 0
     assert set(engine.tier.blocks) == set(keys[:2])
+
+
+def test_a_tier_is_closed_at_the_interpreters_exit(
+    start: Callable[..., Engine], keys: list[OffloadKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions that run at exit can start no thread, from Python 3.12 on."""
+    engine = start()
+    single = engine.single()
+    _store(single, keys[:2])
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert single.shutdown() == 0
+    assert set(engine.tier.blocks) == set(keys[:2])
+    assert engine.log[-2:] == ["tier0.shutdown", "tier0.get_finished_jobs"]

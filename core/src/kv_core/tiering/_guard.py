@@ -479,14 +479,22 @@ class GuardedTier:
         thread = threading.Thread(target=run, name=f"kv-{method}-{self.name}", daemon=True)
         # Before the wait: an interrupt may end it, and leaves the thread inside the tier.
         self._blocking_call = thread
-        thread.start()
         try:
-            outcome = outcomes.get(timeout=deadline_s)
-        except queue.Empty:
-            self.health.detach(f"{method} did not return within {deadline_s:g} s")
-            return tuple(self.jobs)
-        thread.join()
+            thread.start()
+        except RuntimeError:
+            # Functions that run at the interpreter's exit can start none (from Python 3.12 on), and
+            # there is no engine left to hold.
+            run()
+        else:
+            try:
+                outcome = outcomes.get(timeout=deadline_s)
+            except queue.Empty:
+                self.health.detach(f"{method} did not return within {deadline_s:g} s")
+                return tuple(self.jobs)
+            outcomes.put(outcome)
+            thread.join()
         self._blocking_call = None
+        outcome = outcomes.get()
         if isinstance(outcome, BaseException):
             self._contained(method, outcome)
             return tuple(self.jobs)
