@@ -180,6 +180,30 @@ def test_a_batch_has_at_least_one_block(
         assert sorted(count for _, count, _ in it.tier.batches) == [1, 1, 1]
 
 
+@pytest.mark.parametrize(("calls", "expected"), [(1, 4), (16, 4), (17, 5), (99, 8)])
+def test_a_scattered_load_has_more_batches(
+    clock: ManualClock,
+    keys: list[OffloadKey],
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int,
+    expected: int,
+) -> None:
+    """Loads that take many calls are split further, up to half of the threads; stores are not."""
+
+    def count(_: _DictTier, plan: _Plan) -> int:
+        assert plan.keys == tuple(keys)
+        return calls
+
+    monkeypatch.setattr(_DictTier, "count_calls", count)
+    it = _Driven(clock, io_threads=16)
+    with it.driver as driver:
+        driver.store(keys)
+        assert len(it.tier.batches) == 4
+        driver.load(keys)
+        assert driver.loaded(keys) == keys
+    assert len(it.tier.batches) - 4 == expected
+
+
 def test_lookups_are_never_unknown(driven: Callable[[], _Driven], keys: list[OffloadKey]) -> None:
     """A block is absent until its store is reported, and present from then on (LOOK-3, LOOK-8)."""
     it = driven()

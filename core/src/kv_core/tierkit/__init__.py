@@ -27,7 +27,6 @@ __all__ = [
     "HitClaim",
     "LoadFirstPool",
     "Occasionally",
-    "Occasionally",
     "Prober",
     "Question",
     "ThreadedTier",

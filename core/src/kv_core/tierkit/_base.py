@@ -187,9 +187,9 @@ class KitTier(SecondaryTierManager):
     def _stop(self, timeout_s: float) -> bool:
         """Join all threads and close the storage. ``False``: a thread is stuck in I/O."""
 
-    def _split(self, num_blocks: int) -> int:
-        """Return the number of chunks for a job that is not empty."""
-        return min(num_blocks, self.config.io_threads)
+    def _split(self, job: Job) -> int:  # noqa: ARG002 - for overrides
+        """Return the most chunks for a job; more of them run at the same time."""
+        return self.config.io_threads
 
     def _prepare(self, job: Job) -> None:
         """Note a job before it is launched. What this raises fails the job."""

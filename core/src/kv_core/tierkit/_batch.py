@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 StorePlanT = TypeVar("StorePlanT")
 LoadPlanT = TypeVar("LoadPlanT")
 
+CALLS_PER_BATCH: Final = 4
+"""Calls that a batch of a scattered load should have at least."""
+
 _NO_FAILURES: Final[Mapping[int, BaseException]] = {}
 
 
@@ -120,6 +123,14 @@ class BatchTier(PooledTier, Generic[StorePlanT, LoadPlanT]):
         more. Called exactly once for every plan, also when no batch of it has run.
         """
 
+    def count_calls(self, plan: LoadPlanT) -> int:  # noqa: ARG002 - for overrides
+        """Return how many calls a load takes, when its blocks lie here and there.
+
+        With many, the load is split in more batches than its size asks for: each call waits for
+        the storage. The engine's thread calls this after :meth:`plan_load`.
+        """
+        return 1
+
     # -- to be written: pool threads -------------------------------------------------------------
 
     @abstractmethod
@@ -184,9 +195,16 @@ class BatchTier(PooledTier, Generic[StorePlanT, LoadPlanT]):
         return self.config.io_threads // 2
 
     @override
-    def _split(self, num_blocks: int) -> int:
+    def _split(self, job: Job) -> int:
         blocks_per_batch = max(1, self.batch_bytes // self.context.block_bytes)
-        return -(-num_blocks // blocks_per_batch)
+        batches = -(-len(job.metadata.keys) // blocks_per_batch)
+        if job.metadata.is_promotion:
+            calls = self.count_calls(job.plan)
+            if calls > batches:
+                batches = max(
+                    batches, min(-(-calls // CALLS_PER_BATCH), self.config.io_threads // 2)
+                )
+        return batches
 
     # -- the engine's thread --------------------------------------------------------------------
 

@@ -219,7 +219,7 @@ class JobLedger:
         run: Runs one chunk; what it returns is for the executor.
         clock: Monotonic seconds.
         job_deadline_s: Deadline of every job.
-        split: Returns the number of chunks for a number of blocks, at most that number.
+        split: Returns the number of chunks for a job that is not empty.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class JobLedger:
         *,
         clock: Clock,
         job_deadline_s: float,
-        split: Callable[[int], int],
+        split: Callable[[Job], int],
     ) -> None:
         self._executor = executor
         self._run = run
@@ -255,27 +255,26 @@ class JobLedger:
     # -- the calling thread ---------------------------------------------------------------------
 
     def admit(self, metadata: JobMetadata) -> Job:
-        """Enter a job and split it. :meth:`launch` begins it."""
+        """Enter a job. :meth:`launch` begins it."""
         job = Job(metadata, self._clock() + self._job_deadline_s)
-        count = len(metadata.keys)
-        pieces = self._split(count) if count else 0
-        if pieces:
-            step, extra = divmod(count, pieces)
-            start = 0
-            for piece in range(pieces):
-                stop = start + step + (piece < extra)
-                job.chunks.append(Chunk(job, start, stop, self._run))
-                start = stop
-        job.open_chunks = pieces
         self._jobs[metadata.job_id] = job
         self._next_deadline = min(self._next_deadline, job.deadline)
         return job
 
     def launch(self, job: Job) -> None:
-        """Hand the chunks of a job to the executor; an empty job is finished already (JOB-4)."""
-        if not job.chunks:
+        """Split a job and begin it; an empty job is finished already (JOB-4)."""
+        count = len(job.metadata.keys)
+        if not count:
             self._finished.append(job)
             return
+        pieces = max(1, min(count, self._split(job)))
+        step, extra = divmod(count, pieces)
+        start = 0
+        for piece in range(pieces):
+            stop = start + step + (piece < extra)
+            job.chunks.append(Chunk(job, start, stop, self._run))
+            start = stop
+        job.open_chunks = pieces
         with self._idle:
             self._unfinished += 1
         self._executor.submit(job.chunks, loads=job.metadata.is_promotion)
@@ -284,7 +283,6 @@ class JobLedger:
         """End a job that was not launched."""
         failure = BlockFailure(JobErrorKind.FAILED, message, 0)
         job.failures = dict.fromkeys(range(len(job.metadata.keys)), failure)
-        job.open_chunks = 0
         self._finished.append(job)
 
     def collect(self) -> list[Job]:

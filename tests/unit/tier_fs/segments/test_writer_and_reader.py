@@ -17,7 +17,7 @@ from kv_core.tierkit.testing import block_bytes_of, example_key
 from kv_tier_fs.segments import _segment_file
 from kv_tier_fs.segments._direct import DirectIO
 from kv_tier_fs.segments._format import HEADER_BYTES, FrameKind, IndexHeader, decode_frames
-from kv_tier_fs.segments._reader import SegmentFiles, SegmentReader
+from kv_tier_fs.segments._reader import SegmentFiles, SegmentReader, count_runs
 from kv_tier_fs.segments._segment import Segments
 from kv_tier_fs.segments._writer import SegmentWriter, WriterPlace, slots_per_segment
 
@@ -230,6 +230,14 @@ def test_adjacent_blocks_are_one_read(
     bench.load([places[at] for at in order], [keys[at] for at in order])
     assert reads == [4, 3]
     assert [segment.name.number for segment in bench.used] == [1, 1]
+
+
+def test_calls_are_counted(bench: Bench, many_keys: list[OffloadKey]) -> None:
+    """Adjacent blocks take one call; others, and those of another segment, take their own."""
+    places = bench.places(many_keys[:10])
+    assert count_runs(places) == 2
+    assert count_runs([places[0], places[1], None, places[2], places[5], places[4]]) == 3
+    assert count_runs([None]) == 0
 
 
 def test_the_index_says_what_is_where(bench: Bench, many_keys: list[OffloadKey]) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kv_tier_fs.segments._index import Place
     from kv_tier_fs.segments._segment import Segment
 
-__all__ = ["CHECKED_BYTES", "SegmentFiles", "SegmentReader"]
+__all__ = ["CHECKED_BYTES", "SegmentFiles", "SegmentReader", "count_runs"]
 
 CHECKED_BYTES: Final = 1 << 20
 """What a thread reads at a time of a block that is only checked."""
@@ -296,6 +296,18 @@ def _damaged(place: Place, key: OffloadKey, found: int) -> BlockDamagedError:
         f"block {key.hex()} in slot {slot} of {segment.path} has checksum {found:016x}, stored "
         f"was {checksum:016x}"
     )
+
+
+def count_runs(places: Sequence[Place | None]) -> int:
+    """Return about how many calls the reading of some blocks takes, in the given order."""
+    count = 0
+    # What no place is next to.
+    segment, next_slot = None, -1
+    for place in places:
+        if place is not None:
+            count += place[0] is not segment or place[1] != next_slot
+            segment, next_slot = place[0], place[1] + 1
+    return count
 
 
 def _runs(places: Sequence[Place]) -> Iterator[list[int]]:

@@ -17,6 +17,7 @@ from typing_extensions import override
 from kv_core.contract import TierUsage
 from kv_core.errors import BlockDamagedError, BlockMissingError
 from kv_core.tierkit import RETIRING_KINDS, BatchOutcome, BatchTier
+from kv_tier_fs.segments._reader import count_runs
 from kv_tier_fs.segments._storage import SegmentStorage
 
 if TYPE_CHECKING:
@@ -120,7 +121,15 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
         self._index.apply()
         self._index.count_use()
         places = [self._index.locate(key) for key in keys]
-        return _LoadPlan(keys, places, _pin(place for place in places if place is not None))
+        pinned = _pin(place for place in places if place is not None)
+        if any(segment.gone for segment in pinned):
+            # Removed between the two, and perhaps written over: what is pinned now, is too late.
+            places = [place if place and not place[0].gone else None for place in places]
+        return _LoadPlan(keys, places, pinned)
+
+    @override
+    def count_calls(self, plan: _LoadPlan) -> int:
+        return count_runs(plan.places)
 
     @override
     def settle_store(self, plan: _StorePlan, failures: Mapping[int, BlockFailure]) -> None:
