@@ -23,7 +23,7 @@ import platform
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -79,7 +79,7 @@ class Sizes:
 
 _FULL: Final = Sizes(
     half_bytes=512 * _MIB,
-    scale=Scale(_BLOCK_SIZES, (1, 8, 32, 128), 512 * _MIB, 128 * _MIB, 128 * _MIB, 5),
+    scale=Scale(_BLOCK_SIZES, (1, 8, 32, 128), 256 * _MIB, 128 * _MIB, 64 * _MIB, 5),
     fio_bytes=512 * _MIB,
     backlog_bytes=2048 * _MIB,
     rounds=3,
@@ -108,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and judge."""
     options = _parse(arguments)
     sizes: Sizes = _QUICK if options.quick else _FULL
+    if options.repeats is not None:
+        sizes = replace(sizes, scale=replace(sizes.scale, repeats=options.repeats))
     random = np.random.default_rng(options.seed)
     found: dict[str, Any] = {}
     budgets: list[Budget] = []
@@ -201,6 +203,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--against-vllm", metavar="PYTHON", help="an interpreter with vLLM, to compare with"
     )
+    parser.add_argument("--repeats", type=int, help="samples of each speed; default: 5, quick: 1")
     parser.add_argument("--seed", type=int, default=1, help="of placement and order")
     return parser.parse_args(arguments)
 

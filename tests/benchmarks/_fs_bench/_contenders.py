@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Contender", "FsContender", "VllmContender"]
 
-_POLL_S: Final = 0.0002
+_POLL_S: Final = 0.001
 _CHILD: Final = Path(__file__).with_name("_vllm_child.py")
 
 

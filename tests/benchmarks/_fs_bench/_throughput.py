@@ -59,9 +59,9 @@ class Scale:
     repeats: int
 
     def num_blocks(self, block_bytes: int) -> int:
-        """Return the blocks of one sample."""
+        """Return the blocks of one sample: enough for one job of each size."""
         num_bytes = self.small_bytes if block_bytes <= _SMALL_BYTES else self.sample_bytes
-        return num_bytes // block_bytes
+        return max(num_bytes // block_bytes, *self.job_sizes, 1)
 
 
 Line = tuple[str, str, int, int]

@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.config import (  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: E402
 from vllm.v1.kv_offload.tiering.fs import io, manager  # noqa: E402
 
-_POLL_S = 0.0002
+_POLL_S = 0.001
 
 
 class Child:
