@@ -14,6 +14,7 @@ from kv_tier_fs.segments._direct import DirectIO
 from kv_tier_fs.segments._folder import NamespaceFolder
 from kv_tier_fs.segments._follow import Follower
 from kv_tier_fs.segments._index import BlockIndex
+from kv_tier_fs.segments._membership import Membership
 from kv_tier_fs.segments._reader import SegmentFiles, SegmentReader
 from kv_tier_fs.segments._segment import Segment, Segments
 from kv_tier_fs.segments._space import Limits, Space
@@ -51,6 +52,7 @@ class Instance:
         self.clock = ManualClock()
         self.folder = NamespaceFolder(root, namespace or example_namespace(_BLOCK_BYTES))
         self.folder.open(read_only=False, timeout_s=5)
+        self.membership = Membership(root, self.folder.path)
         self.segments = Segments()
         self.index = BlockIndex()
         self.removed: list[Segment] = []
@@ -71,8 +73,10 @@ class Instance:
                 }
             ),
             self.clock,
+            self.membership,
             self.removed.append,
         )
+        self.membership.join(1)
         self.own = self.folder.become_writer(5)
         place = WriterPlace(
             root,
@@ -164,6 +168,7 @@ class Instance:
     def die(self) -> None:
         """End without a word: only the kernel cleans up."""
         self.own._lock.release()
+        self.membership.leave()
         self.files.close()
         for filling in (self.writer._current,):
             if filling is not None:
@@ -180,6 +185,7 @@ class Instance:
         if not self._is_dead:
             self.writer.close()
             self.files.close()
+            self.membership.leave()
             self.own.close()
             self._is_dead = True
 

@@ -63,6 +63,7 @@ def test_victims_come_in_the_order_of_what_would_be_lost() -> None:
     index = BlockIndex()
     segments = [segment_of(number) for number in range(3)]
     for segment in segments:
+        segment.published_blocks = 10
         index.put(segment, keys_of(segment), range(10), range(10))
     index.use(keys_of(segments[0])[:2])
     index.use(keys_of(segments[1])[:3])
@@ -80,6 +81,7 @@ def test_empty_segments_go_first_and_unknown_ones_last() -> None:
     index = BlockIndex()
     empty, old, unknown = segment_of(3), segment_of(2), segment_of(1)
     for segment in (old, empty):
+        segment.published_blocks = 10
         index.put(segment, keys_of(segment), range(10), range(10))
     for slot, key in enumerate(keys_of(empty)):
         index.remove(key, empty, slot)
@@ -87,9 +89,22 @@ def test_empty_segments_go_first_and_unknown_ones_last() -> None:
     assert [victims.next() for _ in range(4)] == [empty, old, unknown, None]
 
 
+def test_a_segment_is_young_until_all_of_it_is_entered() -> None:
+    """One old block says nothing about nine that were stored a moment ago."""
+    index, fresh, old = BlockIndex(), segment_of(1), segment_of(2)
+    fresh.published_blocks = old.published_blocks = 10
+    index.put(fresh, keys_of(fresh)[:1], [0], [0])
+    index.put(old, keys_of(old), range(10), range(10))
+    index.use(keys_of(old))
+    assert Victims(index, [fresh, old]).next() is old
+    index.put(fresh, keys_of(fresh)[1:], range(1, 10), range(1, 10))
+    assert Victims(index, [fresh, old]).next() is old
+
+
 def test_a_segment_that_was_pinned_meanwhile_is_no_victim() -> None:
     """Pins are looked at when the victim is taken."""
     index, segment, unknown = BlockIndex(), segment_of(1), segment_of(2)
+    segment.published_blocks = 10
     index.put(segment, keys_of(segment), range(10), range(10))
     victims = Victims(index, [segment, unknown])
     segment.pins = unknown.pins = 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kv_core.errors import BlockDeclinedError, ConfigError
-from kv_core.tierkit.testing import example_namespace
+from kv_core.tierkit.testing import block_bytes_of, example_namespace
 from kv_tier_fs.segments._space import index_bytes
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def test_the_index_goes_before_the_payloads(
     instance: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash in between leaves payloads to reclaim, never a promise of blocks that are gone."""
-    one = instance(capacity_bytes=2 * SEGMENT)
+    one, _ = instance(capacity_bytes=2 * SEGMENT), instance()
     gone: list[str] = []
     unlink = Path.unlink
 
@@ -184,6 +184,82 @@ def test_what_is_not_in_the_index_yet_is_the_youngest(instance: Open) -> None:
     for part in stored:
         one.index.put(part.segment, [keys[part.start]], part.slots, part.checksums)
     assert one.present(0, 1, 2, 3, 4) == [1, 2, 3, 4]
+
+
+# -- payloads that are written over ---------------------------------------------------------------
+
+
+def inodes(instance: Any) -> dict[str, int]:
+    """Return the inodes of payload files by name."""
+    return {path.name: path.stat().st_ino for path in instance.own.path.glob("*.seg")}
+
+
+def test_who_is_alone_writes_over_the_payloads_of_the_victim(instance: Open) -> None:
+    """The file system need neither free nor allocate; what is there is what was stored."""
+    one = instance(capacity_bytes=2 * SEGMENT)
+    fill(one, 0, 2)
+    before = inodes(one)
+    assert one.store(100, 101) == {}
+    after = inodes(one)
+    assert after["00000003.seg"] == before["00000001.seg"]
+    assert sorted(after) == ["00000002.seg", "00000003.seg"]
+    assert one.load(*range(8), 100, 101) == [4, 5, 6, 7, 100, 101]
+    one.close()
+    two = instance()
+    two.open_index()
+    assert two.load(*range(8), 100, 101) == [4, 5, 6, 7, 100, 101]
+
+
+def test_nothing_is_written_over_that_another_process_may_read(instance: Open) -> None:
+    """It has the file open, and reads from it what it held."""
+    one, two = instance(capacity_bytes=2 * SEGMENT), instance()
+    fill(one, 0, 2)
+    two.follow()
+    (key,) = two.keys(0)
+    segment, slot, _ = two.index.places(key)[0]
+    with two.files.using(segment) as descriptor:
+        assert one.store(100) == {}
+        assert os.pread(descriptor, BLOCK, slot * BLOCK) == block_bytes_of(key, BLOCK)
+    before = inodes(one)
+    two.close()
+    assert one.store(*range(101, 105)) == {}
+    assert inodes(one)["00000004.seg"] == before["00000002.seg"]
+
+
+def test_a_shorter_victim_is_not_written_over(instance: Open) -> None:
+    """A segment that was cut has not the space that is needed."""
+    one = instance(capacity_bytes=2 * SEGMENT)
+    assert one.store(0) == {}
+    one.close()
+    two = instance(capacity_bytes=2 * SEGMENT)
+    two.open_index()
+    fill(two, 4, 2)
+    assert two.disk_bytes() <= 2 * SEGMENT
+    assert two.load(*range(4, 12)) == list(range(4, 12))
+    assert two.present(0) == []
+
+
+def test_payloads_that_are_not_used_after_all_go(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The segment that they were for could not be made."""
+    one = instance(capacity_bytes=2 * SEGMENT)
+    fill(one, 0, 2)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kv_tier_fs.segments._segment_file.IndexFile", fail)
+        assert isinstance(one.store(100)[100], OSError)
+    assert list(inodes(one)) == ["00000002.seg"]
+    fill(one, 300, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("kv_tier_fs.segments._segment_file._reopen", fail)
+        assert isinstance(one.store(100)[100], OSError)
+    fill(one, 200, 2)
+    assert one.disk_bytes() <= 2 * SEGMENT
+    assert one.load(*range(200, 208)) == list(range(200, 208))
 
 
 # -- empty segments ------------------------------------------------------------------------------
@@ -265,7 +341,7 @@ def test_below_the_floor_stores_are_declined(
     instance: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When removals have not helped: no more of the cache is given up than was asked for."""
-    one = instance(min_free_bytes=10_000_000)
+    one, _ = instance(min_free_bytes=10_000_000), instance()
     fill(one, 0, 4)
     set_free(monkeypatch, [10_000_000 + SEGMENT - 1])
     failures = one.store(100)

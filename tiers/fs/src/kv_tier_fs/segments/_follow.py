@@ -112,6 +112,8 @@ class Follower:
         own: Our own id as a writer, if we are one: of that one, only removals are news.
         trust_times: Whether the times of folders can be trusted to show every change, as on a
             local file system.
+        is_member: Says whether we count as somebody who has the namespace open. Before that,
+            others may write over what they remove, and nothing is looked at.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Follower:
         *,
         own: WriterId | None,
         trust_times: bool,
+        is_member: Callable[[], bool] = lambda: True,
     ) -> None:
         self._folder = folder
         self._block_bytes = block_bytes
@@ -131,6 +134,7 @@ class Follower:
         self._index = index
         self._gone = gone
         self._trust_times = trust_times
+        self._is_member = is_member
         # By name of the folder. A writer whose folder was removed begins anew under another name.
         self._own = set() if own is None else {own.hex()}
         self._writers: dict[Path, _Writer] = {}
@@ -151,6 +155,8 @@ class Follower:
                 longest ago comes first.
         """
         news = News()
+        if not self._is_member():
+            return news
         folders = list_writers(self._folder.path)
         for folder in folders:
             with self._left_for_later(folder):
@@ -250,6 +256,7 @@ class Follower:
             and int(frame.slots.max()) < header.num_slots
         ]
         if good:
+            index.segment.published_blocks += sum(map(len, good))
             stored(index.segment, good)
 
     def _is_ours(self, reader: IndexReader, number: int) -> bool:

@@ -16,6 +16,7 @@ from kv_tier_fs.segments._file_lock import FileLock
 from kv_tier_fs.segments._folder import LOCK_NAME, remove_writer_folder
 from kv_tier_fs.segments._leftovers import reclaim_leftovers
 from kv_tier_fs.segments._listing import list_writer, list_writers, namespace_folders
+from kv_tier_fs.segments._membership import MEMBERS_LOCK_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +85,7 @@ class Neighbours:
         return removed_bytes
 
     def remove_unused(self, unused_for_s: float) -> int:
-        """Remove namespaces that have no living writer and were not touched for so long.
+        """Remove namespaces that nobody has open and that were not touched for so long.
 
         Returns:
             Number of namespaces that went.
@@ -117,14 +118,15 @@ def _remove_namespace(root_dir: Path, folder: Path, *, touched_before_s: float) 
     times += [file.modified_s for listing in listings for file in listing.indexes.values()]
     if max(times) >= touched_before_s:
         return False
+    paths = [folder / MEMBERS_LOCK_NAME, *(found.folder / LOCK_NAME for found in listings)]
     locks: list[FileLock] = []
     try:
-        for listing in listings:
-            lock = FileLock.try_take(root_dir, listing.folder / LOCK_NAME, create=False)
+        for path in paths:
+            lock = FileLock.try_take(root_dir, path, create=False)
             if lock is not None:
                 locks.append(lock)
-            elif (listing.folder / LOCK_NAME).exists():
-                # Its writer lives.
+            elif path.exists():
+                # Somebody has it open.
                 return False
         logger.info("removing the namespace in %s, which was not used for long", folder)
         for listing in listings:
@@ -134,8 +136,8 @@ def _remove_namespace(root_dir: Path, folder: Path, *, touched_before_s: float) 
     finally:
         for lock in locks:
             lock.release()
-    for description in folder.glob("config.json*"):
-        description.unlink(missing_ok=True)
+    for name in (*folder.glob("config.json*"), *folder.glob("*.lock")):
+        name.unlink(missing_ok=True)
     folder.rmdir()
     with suppress(OSError):
         # Another layout may have something in it.

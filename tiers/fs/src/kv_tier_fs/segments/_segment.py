@@ -2,7 +2,8 @@
 
 **Who owns what.** :class:`Segments` has a lock and may be called from any thread. Of a
 :class:`Segment`, ``pins``, ``live_blocks``, ``entered_blocks`` and ``number_in_index`` belong to
-the engine's thread, and others may look at them; ``gone`` and ``sealed`` only ever change from
+the engine's thread, and others may look at them; ``published_blocks`` belongs to whoever writes or
+follows the segment; ``gone`` and ``sealed`` only ever change from
 false to true, and ``used_at`` only grows, so that any thread may set them and none needs a lock.
 """
 
@@ -55,8 +56,9 @@ class Segment:
         num_slots: Most blocks that it holds.
         pins: Loads from it that are in flight.
         live_blocks: Blocks that the index finds in it.
-        entered_blocks: Blocks of it that the index has been told of, since removed ones included.
-            Zero: what it holds is younger than all that the index knows.
+        published_blocks: Blocks that its index has been told to hold, since removed ones included.
+        entered_blocks: Those of them that are entered in ours. Fewer: the rest is younger than all
+            that we know.
         number_in_index: Where the index has it; :data:`NOT_INDEXED` when it has no block of it.
         used_at: Use counter of the index at the latest use of any of its blocks.
         touched_s: Time of the last use that its file bears, as far as is known; seconds since the
@@ -74,6 +76,7 @@ class Segment:
         "number_in_index",
         "path",
         "pins",
+        "published_blocks",
         "sealed",
         "touched_s",
         "used_at",
@@ -85,6 +88,7 @@ class Segment:
         self.num_slots = num_slots
         self.pins = 0
         self.live_blocks = 0
+        self.published_blocks = 0
         self.entered_blocks = 0
         self.number_in_index = NOT_INDEXED
         self.used_at = 0
@@ -101,6 +105,11 @@ class Segment:
     def index_path(self) -> Path:
         """File of the index."""
         return self.path.with_suffix(INDEX_SUFFIX)
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether all that it is known to hold is entered in the index. Any thread."""
+        return 0 < self.published_blocks <= self.entered_blocks
 
 
 @final

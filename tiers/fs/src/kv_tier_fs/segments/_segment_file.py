@@ -60,6 +60,16 @@ def _create(root: Path, path: Path, flags: int) -> int:
     return descriptor
 
 
+def _reopen(root: Path, path: Path, flags: int) -> int:
+    """Open a sealed file for writing again."""
+    sealed = open_beneath(root, path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fchmod(sealed, FILE_MODE)
+    finally:
+        os.close(sealed)
+    return open_beneath(root, path, flags)
+
+
 @final
 class IndexFile:
     """An index that is being written.
@@ -170,21 +180,37 @@ class PayloadFile:
         header: Header of its index.
         direct: Whether to bypass the page cache.
         sync: Whether what is published is on the disk.
+        reuse: A file of the right length to be renamed and written over.
 
     Raises:
         OSError: It cannot be made. There is nothing left of it.
     """
 
     def __init__(
-        self, root: Path, segment: Segment, header: IndexHeader, direct: DirectIO, *, sync: bool
+        self,
+        root: Path,
+        segment: Segment,
+        header: IndexHeader,
+        direct: DirectIO,
+        *,
+        sync: bool,
+        reuse: Path | None = None,
     ) -> None:
         self.segment = segment
         self._direct = direct
         self._sync = sync
         self._block_bytes = header.block_bytes
-        self._descriptor = direct.open(
-            lambda more: _create(root, segment.path, os.O_WRONLY | more), writing=True
-        )
+        make = _create if reuse is None else _reopen
+        if reuse is not None:
+            reuse.rename(segment.path)
+        try:
+            self._descriptor = direct.open(
+                lambda more: make(root, segment.path, os.O_WRONLY | more), writing=True
+            )
+        except BaseException:
+            if reuse is not None:
+                segment.path.unlink(missing_ok=True)
+            raise
         try:
             _preallocate(self._descriptor, header.num_slots * header.block_bytes)
             # Payloads without an index are leftovers; an index without payloads would promise.

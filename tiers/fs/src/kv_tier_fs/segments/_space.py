@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +23,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_core.errors import BlockDeclinedError, ConfigError
 from kv_core.units import format_bytes
-from kv_tier_fs.segments._format import HEADER_BYTES, FrameKind
-from kv_tier_fs.segments._index_reader import IndexReader
+from kv_tier_fs.segments._format import HEADER_BYTES
 from kv_tier_fs.segments._leftovers import reclaim_leftovers
 from kv_tier_fs.segments._listing import list_writer, list_writers
 from kv_tier_fs.segments._neighbours import Neighbours
@@ -31,11 +31,13 @@ from kv_tier_fs.segments._victims import Victims
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from kv_core.contract import Clock
     from kv_tier_fs.segments._folder import NamespaceFolder
     from kv_tier_fs.segments._index import BlockIndex
     from kv_tier_fs.segments._listing import Listing
+    from kv_tier_fs.segments._membership import Membership
     from kv_tier_fs.segments._segment import Segment, Segments
 
 __all__ = ["Limits", "Space", "index_bytes"]
@@ -89,6 +91,15 @@ def _check_capacities(limits: Limits, block_bytes: int) -> None:
             )
 
 
+def _is_empty(segment: Segment) -> bool:
+    """Say whether there is nothing in a segment, of which nobody is about to hear either."""
+    return (
+        segment.sealed
+        and segment.is_entered
+        and not (segment.live_blocks or segment.pins or segment.gone)
+    )
+
+
 @final
 class _Inventory:
     """What the folders of a namespace hold, as of now."""
@@ -124,6 +135,7 @@ class Space:
         block_bytes: Payload bytes of a block.
         limits: The bounds.
         clock: Monotonic seconds.
+        membership: Knows whether anybody else has the namespace open.
         removed: Called with every segment that was removed.
 
     Raises:
@@ -143,6 +155,7 @@ class Space:
         block_bytes: int,
         limits: Limits,
         clock: Clock,
+        membership: Membership,
         removed: Callable[[Segment], None],
     ) -> None:
         _check_capacities(limits, block_bytes)
@@ -152,6 +165,7 @@ class Space:
         self._block_bytes = block_bytes
         self._limits = limits
         self._clock = clock
+        self._membership = membership
         self._removed = removed
         self._neighbours = Neighbours(folder.root_dir, folder.path)
         self._reclaimed_at = clock()
@@ -164,11 +178,16 @@ class Space:
     # -- room -----------------------------------------------------------------------------------
 
     @contextmanager
-    def room(self, size_bytes: int) -> Iterator[None]:
+    def room(self, size_bytes: int) -> Iterator[Path | None]:
         """Make room for a new segment and hold it while the segment is made.
 
         Args:
             size_bytes: Bytes of its payloads.
+
+        Yields:
+            The payloads of a removed segment, of the same length and in the way, to be renamed
+            and written over: that saves the file system from freeing and allocating as much.
+            ``None`` when there are none.
 
         Raises:
             BlockDeclinedError: There is none, and nothing that may be removed; or another process
@@ -183,8 +202,13 @@ class Space:
             self._locked_until = self._clock() + self._limits.lock_timeout_s
             raise BlockDeclinedError(str(error)) from error
         with lock:
-            self._make_room(size_bytes + index_bytes(size_bytes // self._block_bytes))
-            yield
+            reusable = self._make_room(size_bytes, index_bytes(size_bytes // self._block_bytes))
+            try:
+                yield reusable
+            finally:
+                if reusable is not None:
+                    # Not renamed, for whatever reason.
+                    reusable.unlink(missing_ok=True)
 
     def bound_bytes(self) -> int | None:
         """Return what the namespace can take, as of the last look; ``None`` if that is not known.
@@ -237,17 +261,22 @@ class Space:
         listings = [list_writer(folder) for folder in list_writers(self._folder.path)]
         return _Inventory(listings, self._segments, self._block_bytes)
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _make_room(self, payload_bytes: int, index_size_bytes: int) -> Path | None:
+        size_bytes = payload_bytes + index_size_bytes
         inventory = self._look()
         missing_bytes = self._missing_bytes(inventory, size_bytes)
         if missing_bytes > 0 and self._clock() - self._reclaimed_at > _RECLAIM_EVERY_S:
             self._reclaim()
             inventory = self._look()
             missing_bytes = self._missing_bytes(inventory, size_bytes)
+        reusable = None
         if missing_bytes > 0:
-            self._remove(inventory, missing_bytes)
+            reusable = self._remove(inventory, missing_bytes, payload_bytes)
         free_bytes = self._free_bytes()
-        if free_bytes is not None and free_bytes - size_bytes < self._limits.min_free_bytes:
+        taken_bytes = index_size_bytes if reusable is not None else size_bytes
+        if free_bytes is not None and free_bytes - taken_bytes < self._limits.min_free_bytes:
+            if reusable is not None:
+                reusable.unlink(missing_ok=True)
             # Removed files that somebody still reads give their space back later.
             raise BlockDeclinedError(
                 f"the file system of {self._folder.path} has {format_bytes(free_bytes)} free, and "
@@ -255,6 +284,7 @@ class Space:
             )
         self.disk_bytes = inventory.used_bytes
         self.is_short = missing_bytes + size_bytes > 0
+        return reusable
 
     def _missing_bytes(self, inventory: _Inventory, size_bytes: int) -> int:
         """Return how much has to go; zero or less when nothing has to."""
@@ -300,42 +330,62 @@ class Space:
         Raises:
             OSError: The folders cannot be used.
         """
-        empty = [
-            segment
-            for segment in self._segments.snapshot()
-            if segment.sealed and segment.entered_blocks and not segment.live_blocks
-        ]
+        empty = [segment for segment in self._segments.snapshot() if _is_empty(segment)]
         if not empty:
             return 0
         with self._folder.lock_space(self._limits.lock_timeout_s):
-            return sum(self._remove_segment(s) for s in empty if self._is_empty(s))
+            return sum(self._remove_segment(s) for s in empty if _is_empty(s))
 
-    def _is_empty(self, segment: Segment) -> bool:
-        """Say whether there is nothing in a segment, of which nobody is about to hear either."""
-        if segment.pins or segment.gone:
-            return False
-        try:
-            frames = IndexReader(self._folder.root_dir, segment.index_path).read()
-        except FileNotFoundError:
-            return False
-        published = sum(len(frame) for frame in frames if frame.kind == FrameKind.STORED)
-        return segment.entered_blocks >= published and not segment.live_blocks
-
-    def _remove(self, inventory: _Inventory, missing_bytes: int) -> None:
+    def _remove(self, inventory: _Inventory, missing_bytes: int, payload_bytes: int) -> Path | None:
+        """Remove segments; return payloads of such a length that may be written over."""
         victims = Victims(self._index, inventory.removable)
+        reusable: Path | None = None
         while missing_bytes > 0:
             victim = victims.next()
             if victim is None:
+                if reusable is not None:
+                    reusable.unlink(missing_ok=True)
                 raise BlockDeclinedError(
                     f"{self._folder.path} is full, {format_bytes(missing_bytes)} more are needed, "
                     "and all of it is in use: the capacity is small for this many writers"
                 )
             size_bytes = inventory.removable.pop(victim)
-            if self._remove_segment(victim):
+            if reusable is None and self._is_whole(victim.path, payload_bytes):
+                removed, reusable = self._take_payloads(victim)
+            else:
+                removed = self._remove_segment(victim)
+            if removed:
                 missing_bytes -= size_bytes
                 inventory.used_bytes -= size_bytes
+        return reusable
+
+    def _take_payloads(self, segment: Segment) -> tuple[bool, Path | None]:
+        """Remove a segment, and keep its payloads if nobody can be reading them.
+
+        Returns:
+            Whether it is removed, and the payloads if they are kept.
+        """
+        with self._membership.alone(self._limits.lock_timeout_s) as alone:
+            if not self._remove_index(segment):
+                return False, None
+            # It is gone by now for whoever looks; who has pinned it before, may read it yet.
+            if alone and not segment.pins:
+                return True, segment.path
+        return self._remove_payloads(segment), None
+
+    @staticmethod
+    def _is_whole(path: Path, payload_bytes: int) -> bool:
+        try:
+            status = path.lstat()
+        except OSError:
+            return False
+        size, allocated = status.st_size, status.st_blocks * 512
+        return stat.S_ISREG(status.st_mode) and size == payload_bytes <= allocated
 
     def _remove_segment(self, segment: Segment) -> bool:
+        return self._remove_index(segment) and self._remove_payloads(segment)
+
+    def _remove_index(self, segment: Segment) -> bool:
         try:
             # Payloads that no index speaks of are leftovers; the other way round, an index would
             # promise blocks that are not there.
@@ -345,12 +395,14 @@ class Space:
             return False
         self._segments.discard(segment)
         self._index.post_drop(segment)
+        self._removed(segment)
+        self.removed_segments += 1
+        return True
+
+    def _remove_payloads(self, segment: Segment) -> bool:
         try:
             segment.path.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("the payloads of %s cannot be removed: %s", segment.path, error)
             return False
-        finally:
-            self._removed(segment)
-        self.removed_segments += 1
         return True

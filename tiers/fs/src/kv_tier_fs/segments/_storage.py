@@ -24,6 +24,7 @@ from kv_tier_fs.segments._direct import DirectIO
 from kv_tier_fs.segments._folder import NamespaceFolder
 from kv_tier_fs.segments._follow import Follower
 from kv_tier_fs.segments._index import BlockIndex
+from kv_tier_fs.segments._membership import Membership
 from kv_tier_fs.segments._probe import probe_io
 from kv_tier_fs.segments._reader import SegmentFiles, SegmentReader
 from kv_tier_fs.segments._segment import SegmentName, Segments
@@ -88,6 +89,7 @@ class SegmentStorage:
         self._root = config.root_dir.absolute()
         self._direct = DirectIO(context.block_bytes, wanted=config.direct_io)
         self._folder = NamespaceFolder(self._root, context.namespace)
+        self._membership = Membership(self._root, self._folder.path)
         self._own: WriterFolder | None = None
         self._segments = Segments()
         capacity_bytes = config.capacity_bytes or 0
@@ -118,6 +120,7 @@ class SegmentStorage:
                 lock_timeout_s=_LOCK_TIMEOUT_S,
             ),
             context.clock,
+            self._membership,
             self._files.forget,
         )
         self._writer: SegmentWriter | None = None
@@ -147,6 +150,8 @@ class SegmentStorage:
         if not config.read_only:
             self._own = folder.become_writer(_LOCK_TIMEOUT_S)
         with explained(self._root):
+            # Before anything is looked at that somebody who is alone could write over.
+            self._join()
             if self._own is not None:
                 self._space.tidy()
             local = is_local(self._root)
@@ -158,6 +163,7 @@ class SegmentStorage:
             self._files.forget,
             own=None if self._own is None else self._own.writer,
             trust_times=local,
+            is_member=self._join,
         )
         with explained(self._root):
             self._fill_index(self._follower)
@@ -174,6 +180,10 @@ class SegmentStorage:
         )
         if self._collector is not None:
             self._collector.start(f"{name}-collect")
+
+    def _join(self) -> bool:
+        """Count as somebody who has the namespace open; who only reads waits for a writer."""
+        return self._membership.join(_LOCK_TIMEOUT_S, create=not self._config.read_only)
 
     def _fill_index(self, follower: Follower) -> None:
         # Nothing better is known of uses than the order in which the blocks were written.
@@ -229,6 +239,8 @@ class SegmentStorage:
         lost = self._own
         self._folder.open(read_only=False, timeout_s=_LOCK_TIMEOUT_S)
         self._own = self._folder.become_writer(_LOCK_TIMEOUT_S)
+        self._membership.leave()
+        self._join()
         if self._follower is not None:
             self._follower.add_own(self._own.writer)
         if lost is not None:
@@ -252,6 +264,7 @@ class SegmentStorage:
             self.write_removals()
             self._writer.close()
         self._files.close()
+        self._membership.leave()
         if self._own is not None:
             self._own.close()
 

@@ -56,7 +56,7 @@ class Victims:
 
     Args:
         index: Asked for the uses of blocks, now and when segments are taken.
-        candidates: Segments that may go. Those of which the index has no block yet are the
+        candidates: Segments that may go. Those that are not all in the index yet are the
             youngest; among equals, those that were made first go first.
     """
 
@@ -68,7 +68,7 @@ class Victims:
         unknown: list[Segment] = []
         for segment in candidates:
             number = segment.number_in_index
-            if segment.entered_blocks and 0 <= number < len(counts):
+            if segment.is_entered and 0 <= number < len(counts):
                 mean = sums[number] / counts[number] if counts[number] else -1.0
                 known.append((mean, segment.name, segment))
             else:

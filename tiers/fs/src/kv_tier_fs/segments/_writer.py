@@ -60,8 +60,11 @@ _LEAST_SPARE_BYTES: Final = 8 << 20
 class Room(Protocol):
     """Whoever bounds the space that is taken."""
 
-    def room(self, size_bytes: int) -> AbstractContextManager[object]:
+    def room(self, size_bytes: int) -> AbstractContextManager[Path | None]:
         """Hold so much room while a segment is made in it.
+
+        Returns:
+            A file of that length that may be renamed and written over, if there is one.
 
         Raises:
             BlockDeclinedError: There is none.
@@ -281,6 +284,7 @@ class SegmentWriter:
             else:
                 last = max(it.part.slots.stop for it in group)
                 filling.published = max(filling.published, last)
+                filling.file.segment.published_blocks += sum(len(it.keys) for it in group)
             for publication in group:
                 publication.error = error
                 publication.ended = True
@@ -381,11 +385,13 @@ class SegmentWriter:
         path = segment_path(place.folder, number)
         num_slots = place.num_slots()
         header = IndexHeader(place.writer, number, num_slots, place.block_bytes, place.fingerprint)
-        with self._room.room(num_slots * place.block_bytes):
+        with self._room.room(num_slots * place.block_bytes) as reuse:
             self._last_number = number
             segment = self._segments.add(name, path, num_slots)
             try:
-                file = PayloadFile(place.root, segment, header, self._direct, sync=place.sync)
+                file = PayloadFile(
+                    place.root, segment, header, self._direct, sync=place.sync, reuse=reuse
+                )
             except BaseException:
                 self._segments.discard(segment)
                 raise
