@@ -31,11 +31,13 @@ class Copies:
     Attributes:
         failing: Names of the streams that fail: "usual" or "last".
         raising: Whether they refuse a batch, instead of failing it later.
+        slow: Whether batches do not end before somebody waits for them.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failing: set[str] = set()
         self.raising = False
+        self.slow = False
         self._usual, self._last = choose_backend, TorchCopyBackend
         original = _worker.CopyBackends
         monkeypatch.setattr(
@@ -64,7 +66,8 @@ class _Stream:
 
     def submit(self, batch: Any) -> Any:
         if self._role not in self._copies.failing:
-            return self._stream.submit(batch)
+            ticket = self._stream.submit(batch)
+            return _SlowTicket(ticket) if self._copies.slow else ticket
         if self._copies.raising:
             raise OSError("refused")
         return SimpleNamespace(
@@ -73,6 +76,22 @@ class _Stream:
 
     def close(self) -> None:
         self._stream.close()
+
+
+class _SlowTicket:
+    error = None
+    elapsed_seconds = 0.0
+
+    def __init__(self, ticket: Any) -> None:
+        self._ticket = ticket
+        self._waited = False
+
+    def done(self) -> bool:
+        return self._waited
+
+    def wait(self) -> None:
+        self._ticket.wait()
+        self._waited = True
 
 
 @pytest.fixture
@@ -158,6 +177,24 @@ def test_a_failed_store_is_repeated_before_its_blocks_are_handed_out(
     assert [result.success for result in engine.workers[0].get_finished()] == [True]
     engine.manager.complete_store(set(keys[:2]), engine.request("a"))
     assert engine.load("b", *keys[:2]) == [[content(key, 0) for key in keys[:2]]]
+
+
+def test_a_refused_store_is_repeated_although_others_are_before_it(
+    copies: Copies, start: Callable[..., Engine], keys: list[OffloadKey]
+) -> None:
+    """Results come in order; a wait for it must not end before its blocks were read."""
+    engine = start()
+    copies.slow = True
+    first = engine.offer("a", keys[:1])
+    copies.failing, copies.raising = {"usual"}, True
+    second = engine.offer("b", keys[1:3])
+    assert first is not None
+    assert second is not None
+    engine.workers[0].wait({second[0]})
+    engine.gpus[0].fill_(1)
+    assert {result.job_id for result in engine.workers[0].get_finished()} == {first[0], second[0]}
+    engine.manager.complete_store(set(keys[1:3]), engine.request("b"))
+    assert engine.load("c", *keys[1:3]) == [[content(key, 0) for key in keys[1:3]]]
 
 
 def test_a_load_that_fails_twice_ends_the_engine(

@@ -233,6 +233,10 @@ class KVCoreOffloadingWorker(_compat.OffloadingWorker):  # type: ignore[misc]  #
             self._copies.wait(job_ids)
             # What failed reads or writes blocks once more, which vLLM hands out after this.
             self._collect()
+            if not self._under_way.keys().isdisjoint(job_ids):
+                # A copy that was refused is reported in its turn, after those before it.
+                self._copies.wait(self._under_way)
+                self._collect()
 
     def _collect(self) -> None:
         if not self._under_way:
