@@ -362,6 +362,31 @@ def test_events_are_those_of_the_tier(
     assert events == (expected if enabled else [])
 
 
+@pytest.mark.parametrize(
+    ("entry", "source"),
+    [({"type": "kv:example"}, "external_unspecified"), ({"type": "kv:fs"}, "disk")],
+)
+def test_hits_name_their_source(
+    make_rig: Callable[..., Rig],
+    keys: list[OffloadKey],
+    tmp_path: Path,
+    entry: dict[str, Any],
+    source: str,
+) -> None:
+    """Cached tokens are split by it, and only a disk is called one."""
+    from kv_core.vllm import _compat
+
+    if _compat.hit_source("cpu") is None:
+        pytest.skip("before 0.32 vLLM does not ask where a hit came from")
+    rig = make_rig(entry if entry["type"] == "kv:example" else _tier(tmp_path / "store"))
+    rig.store("a", keys[0])
+    rig.settle()
+    rig.manager.reset_cache()
+    _flush_reset(rig)
+    assert rig.until_known("b", keys[0]) == ["HIT"]
+    assert rig.manager.get_load_source(keys[0], rig.request("b")).value == source
+
+
 def test_vllms_own_counts_are_fed(
     scripted: Callable[..., tuple[Rig, Script]], keys: list[OffloadKey]
 ) -> None:

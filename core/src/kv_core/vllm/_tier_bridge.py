@@ -54,7 +54,8 @@ class TierBridge(_compat.SecondaryTierManager):  # type: ignore[misc]  # vLLM is
     """A secondary tier of vLLM that is one of ours.
 
     Attributes:
-        medium: What vLLM's events and metrics say of where hits come from.
+        medium: What vLLM's events say of where blocks are.
+        cache_hit_source: What vLLM's metrics say of where hits come from; ``None`` before 0.32.
     """
 
     medium = _compat.Medium.STORAGE
@@ -88,6 +89,8 @@ class TierBridge(_compat.SecondaryTierManager):  # type: ignore[misc]  # vLLM is
         _compat.init_tier(self, offloading_spec, primary_kv_view, tier_type, gate)
         if read.locality is not None:
             self.locality = _compat.Locality(read.locality)
+        # vLLM has one word for all storage, and ours need not be a disk.
+        self.cache_hit_source = _compat.hit_source(read.entry.type)
         block_bytes = _compat.chunk_bytes(offloading_spec)
         self._view = PrimaryView(_as_bytes(primary_kv_view), block_bytes)
         try:

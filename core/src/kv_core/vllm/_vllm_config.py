@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kv_core.errors import EngineStateError
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WholeConfig", "find_config"]
 
-_VLLM_CONFIG = "vllm_config"
-_KV_CACHE_CONFIG = "kv_cache_config"
+_VLLM_CONFIG: Final = "vllm_config"
+_KV_CACHE_CONFIG: Final = "kv_cache_config"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
