@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, ClassVar, Final, final
 import numpy as np
 from typing_extensions import override
 
-from kv_core.errors import BlockMissingError
 from kv_tier_fs._cli._stores import LOCK_TIMEOUT_S, Damage, Report, Store, Victim, is_locked
 from kv_tier_fs.segments._direct import DirectIO
 from kv_tier_fs.segments._folder import LOCK_NAME, NamespaceFolder
@@ -225,7 +224,7 @@ class SegmentStore(Store):
                     advance(len(some) * size)
                     for at, error in sorted(failures.items()):
                         key, slot, _ = some[at]
-                        if self._still_counts(stored, slot, error):
+                        if self._still_counts(stored, slot):
                             yield Damage(
                                 path,
                                 key,
@@ -237,9 +236,10 @@ class SegmentStore(Store):
                 for view in views:
                     view.release()
 
-    def _still_counts(self, stored: _StoredSegment, slot: int, error: BaseException) -> bool:
+    def _still_counts(self, stored: _StoredSegment, slot: int) -> bool:
         """Say whether a block that failed was not collected or retired in the meantime."""
-        if isinstance(error, BlockMissingError) and not stored.index.path.exists():
+        if not stored.index.path.exists():
+            # Its payloads may have been written over by now.
             return False
         return slot not in self._removed(self._listings()).get(stored.name, ())
 
