@@ -259,6 +259,44 @@ def test_durability(
     assert synced == [".seg", ".idx"][:expected]
 
 
+def test_durability_of_names(
+    drive: Drive, keys: list[OffloadKey], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With 'data', the folders are synced whose new names a stored block depends on."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    driver = drive(durability="data")
+    driver.store(keys[:1])
+    (index,) = _files(tmp_path, "00000001.idx")
+    assert {str(path) for path in index.parents[:4]} <= set(synced)
+    assert str(tmp_path / "root") in synced
+
+
+def test_a_file_system_that_refuses_direct_io_late(
+    drive: Drive, keys: list[OffloadKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file is there by the time that direct I/O is refused, blocks are stored."""
+    opening = os.open
+
+    def refuse(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        descriptor = opening(path, flags & ~os.O_DIRECT, mode, dir_fd=dir_fd)
+        if flags & os.O_DIRECT:
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "too late")
+        return descriptor
+
+    monkeypatch.setattr(os, "open", refuse)
+    driver = drive()
+    assert driver.store(keys[:2]).success
+    assert driver.load(keys[:2]).success
+
+
 def test_folders_that_were_removed_are_made_again(
     drive: Drive, keys: list[OffloadKey], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["folder_beneath", "open_beneath"]
+__all__ = ["folder_beneath", "open_beneath", "sync_folder"]
 
 _FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -94,3 +94,20 @@ def _make(folder: str, at: int) -> None:
         return
     # Whatever the umask; it would have to be a folder of another user to fail.
     os.chmod(folder, FOLDER_MODE, dir_fd=at)
+
+
+def sync_folder(root: Path, folder: Path) -> None:
+    """Wait until the disk has the names in a folder below another one, or in that one itself.
+
+    Raises:
+        OSError: It may not have them.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    if folder == root:
+        descriptor = os.open(root, flags | os.O_CLOEXEC)
+    else:
+        descriptor = open_beneath(root, folder, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

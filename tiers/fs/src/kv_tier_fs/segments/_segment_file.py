@@ -11,7 +11,7 @@ import errno
 import os
 from typing import TYPE_CHECKING, Final, TypeAlias, final
 
-from kv_tier_fs._beneath import open_beneath
+from kv_tier_fs._beneath import open_beneath, sync_folder
 from kv_tier_fs._folders import FILE_MODE
 from kv_tier_fs.segments._direct import transfer
 from kv_tier_fs.segments._format import FrameKind, IndexHeader, encode_frames
@@ -60,6 +60,17 @@ def _create(root: Path, path: Path, flags: int) -> int:
     return descriptor
 
 
+def _create_or_reopen(root: Path, path: Path, flags: int) -> int:
+    try:
+        return _create(root, path, flags)
+    except FileExistsError:
+        if flags & os.O_DIRECT:
+            raise
+        # Some file systems have made the file by the time they refuse direct I/O. No other
+        # process makes files of this name.
+        return _reopen(root, path, flags)
+
+
 def _reopen(root: Path, path: Path, flags: int) -> int:
     """Open a sealed file for writing again."""
     sealed = open_beneath(root, path, os.O_RDONLY | os.O_NONBLOCK)
@@ -95,6 +106,9 @@ class IndexFile:
         self._descriptor = _create(root, path, os.O_WRONLY)
         try:
             self._write(header.encode())
+            if sync:
+                # What is published is lost with the name of its file. Payloads are made before.
+                sync_folder(root, path.parent)
         except BaseException:
             self.remove()
             raise
@@ -200,7 +214,7 @@ class PayloadFile:
         self._direct = direct
         self._sync = sync
         self._block_bytes = header.block_bytes
-        make = _create if reuse is None else _reopen
+        make = _create_or_reopen if reuse is None else _reopen
         if reuse is not None:
             reuse.rename(segment.path)
         try:

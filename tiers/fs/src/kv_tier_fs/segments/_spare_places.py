@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias, final
 
-
-
 if TYPE_CHECKING:
     from kv_core.contract import OffloadKey
     from kv_tier_fs.segments._segment import Segment

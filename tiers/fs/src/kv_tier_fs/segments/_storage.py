@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_core.errors import BlockDamagedError, BlockDeclinedError, BlockMissingError
 from kv_core.tierkit import Occasionally
+from kv_tier_fs._beneath import sync_folder
 from kv_tier_fs._root import explained
 from kv_tier_fs.segments._collect import Collector
 from kv_tier_fs.segments._direct import DirectIO
@@ -223,6 +224,11 @@ class SegmentStorage:
 
     def _place_of(self, own: WriterFolder) -> WriterPlace:
         block_bytes = self._block_bytes
+        sync = self._config.durability == "data"
+        if sync:
+            # The names of folders, too, have to be there after a loss of power.
+            for folder in (self._folder.path, self._folder.path.parent, self._root):
+                sync_folder(self._root, folder)
         return WriterPlace(
             self._root,
             own.path,
@@ -230,7 +236,7 @@ class SegmentStorage:
             self._folder.fingerprint,
             block_bytes,
             lambda: slots_per_segment(block_bytes, self._space.bound_bytes()),
-            sync=self._config.durability == "data",
+            sync=sync,
         )
 
     def _become_writer_again(self) -> WriterPlace:
