@@ -43,22 +43,28 @@ def free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-@pytest.mark.parametrize("kind", SIZES)
-def test_a_disk_that_fills_up_declines_and_serves_what_it_has(
-    work: Work, mount: Mount, kind: str
-) -> None:
-    """Stores are declined at the end of the disk, everything stored is loaded, room is used."""
-    disk = mount(kind, SIZES[kind])
-    worker = work(disk / "root", block_bytes=BLOCK, capacity_bytes=None)
-    filler = fill(disk, 2 * MIB)
+def store_many(worker: Any) -> tuple[list[int], set[str | None]]:
+    """Store more than the disk has room for; return what was stored, and the errors."""
     stored: list[int] = []
     errors = set()
     for first in range(MANY.start, MANY.stop, 30):
         answer = worker("store", blocks=list(range(first, first + 30)))
         stored += answer["stored"]
         errors.add(answer["error"])
-    assert errors <= {None, "declined"}
-    assert "declined" in errors
+    return stored, errors
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_disk_that_fills_up_declines_and_serves_what_it_has(
+    start_worker: Any, mount: Mount, kind: str
+) -> None:
+    """Layout files ends at the end of the disk, loads what it has, and goes on with more room."""
+    disk = mount(kind, SIZES[kind])
+    settings = {"root_dir": str(disk / "root"), "layout": "files", "block_bytes": BLOCK}
+    worker = start_worker(settings)
+    filler = fill(disk, 2 * MIB)
+    stored, errors = store_many(worker)
+    assert errors == {None, "declined"}
     # All but a small part of what was free holds blocks.
     assert len(stored) * BLOCK > 1 * MIB
     assert worker.check(MANY) == stored
@@ -66,7 +72,29 @@ def test_a_disk_that_fills_up_declines_and_serves_what_it_has(
     assert worker("store", blocks=[*MANY[-8:]])["error"] is None
     assert set(worker.check(MANY)) >= {*stored, *MANY[-8:]}
     worker.end()
-    assert set(work(disk / "root", block_bytes=BLOCK).check(MANY)) >= {*stored, *MANY[-8:]}
+    assert set(start_worker(settings).check(MANY)) >= {*stored, *MANY[-8:]}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_disk_that_fills_up_makes_room_by_itself(
+    start_worker: Any, mount: Mount, kind: str
+) -> None:
+    """Layout segments gives up its oldest blocks at the floor of free space, without a capacity."""
+    disk = mount(kind, SIZES[kind])
+    settings = {"root_dir": str(disk / "root"), "layout": "segments", "block_bytes": BLOCK}
+    worker = start_worker(settings)
+    filler = fill(disk, 2 * MIB)
+    stored, errors = store_many(worker)
+    assert (stored, errors) == (list(MANY), {None})
+    there = worker.check(MANY)
+    assert len(there) * BLOCK > 1 * MIB
+    # The youngest are there, and whatever went was older than they.
+    assert there[-30:] == list(MANY[-30:])
+    filler.unlink()
+    assert worker("store", blocks=[*MANY[:8]])["error"] is None
+    assert set(worker.check(MANY)) >= {*there, *MANY[:8]}
+    worker.end()
+    assert set(start_worker(settings).check(MANY)) >= {*there, *MANY[:8]}
 
 
 @pytest.mark.slice(4)
@@ -98,12 +126,15 @@ def test_every_amount_of_room_is_survived(
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_the_bound_is_kept_by_what_is_on_the_disk(work: Work, mount: Mount, kind: str) -> None:
+def test_the_bound_is_kept_by_what_is_on_the_disk(
+    start_worker: Any, mount: Mount, kind: str
+) -> None:
     """Ten times the capacity goes through; the disk never holds more (vllm#54779, LMCache#4725)."""
     disk = mount(kind, SIZES[kind])
     before = free_bytes(disk)
     capacity = 2 * MIB
-    worker = work(disk / "root", layout="segments", block_bytes=BLOCK, capacity_bytes=capacity)
+    settings = {"root_dir": str(disk / "root"), "layout": "segments", "block_bytes": BLOCK}
+    worker = start_worker({**settings, "capacity_bytes": capacity})
     least = before
     for first in range(0, 10 * capacity // BLOCK, 16):
         answer = worker("store", blocks=list(range(first, first + 16)))
