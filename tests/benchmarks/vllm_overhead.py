@@ -65,7 +65,7 @@ class Bench:
 
     def everything_hot(self, *, pairs: int, batch: int, tokens: int) -> dict[str, float]:
         """Measure throughput with and without the connector, in turns."""
-        # The last of 256 tokens would be loaded with its block: the engine's own cache stops before.
+        # Of 256 tokens the last block would be loaded: the engine's own cache stops before it.
         prompts = Prompts()("hot", *[250] * batch)
         with self.start(None) as plain, self.start(self._folder / "hot") as ours:
             for engine in (plain, ours):
