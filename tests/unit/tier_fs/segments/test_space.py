@@ -95,7 +95,7 @@ def test_a_capacity_that_is_all_in_use_declines(instance: Open) -> None:
     assert one.store(0) == {}
     failures = two.store(1)
     assert isinstance(failures[1], BlockDeclinedError)
-    assert "all of it is in use" in str(failures[1])
+    assert "more than 'capacity_bytes' leaves it" in str(failures[1])
     assert one.load(0) == [0]
 
 
@@ -398,6 +398,24 @@ def test_dead_writers_in_a_full_folder_are_reclaimed(instance: Open) -> None:
     assert (dead.own.path / "00000001.seg").stat().st_size == BLOCK
     one.follow()
     assert one.present(500, *range(12)) == [500, *range(12)]
+
+
+def test_a_dead_writer_is_reclaimed_before_a_store_is_declined(instance: Open) -> None:
+    """Right after it has died, when there is nothing else to remove."""
+    dead, one = instance(num_slots=16), instance(capacity_bytes=16 * BLOCK + SEGMENT)
+    assert dead.store(500) == {}
+    dead.die()
+    fill(one, 0, 3)
+    assert (dead.own.path / "00000001.seg").stat().st_size == BLOCK
+
+
+def test_the_floor_is_named_when_it_is_what_declines(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be removed, and nobody has set a capacity."""
+    one = instance(min_free_bytes=10_000_000)
+    set_free(monkeypatch, [10_000_000])
+    assert "more than 'min_free_bytes' leaves it" in str(one.store(0)[0])
 
 
 def test_the_whole_root_is_bounded(instance: Open) -> None:

@@ -264,14 +264,15 @@ class Space:
     def _make_room(self, payload_bytes: int, index_size_bytes: int) -> Path | None:
         size_bytes = payload_bytes + index_size_bytes
         inventory = self._look()
-        missing_bytes = self._missing_bytes(inventory, size_bytes)
-        if missing_bytes > 0 and self._clock() - self._reclaimed_at > _RECLAIM_EVERY_S:
+        missing_bytes, setting = self._missing_bytes(inventory, size_bytes)
+        reclaim = self._clock() - self._reclaimed_at > _RECLAIM_EVERY_S
+        if missing_bytes > 0 and (reclaim or not inventory.removable):
             self._reclaim()
             inventory = self._look()
-            missing_bytes = self._missing_bytes(inventory, size_bytes)
+            missing_bytes, setting = self._missing_bytes(inventory, size_bytes)
         reusable = None
         if missing_bytes > 0:
-            reusable = self._remove(inventory, missing_bytes, payload_bytes)
+            reusable = self._remove(inventory, missing_bytes, payload_bytes, setting)
         free_bytes = self._free_bytes()
         taken_bytes = index_size_bytes if reusable is not None else size_bytes
         if free_bytes is not None and free_bytes - taken_bytes < self._limits.min_free_bytes:
@@ -286,24 +287,24 @@ class Space:
         self.is_short = missing_bytes + size_bytes > 0
         return reusable
 
-    def _missing_bytes(self, inventory: _Inventory, size_bytes: int) -> int:
-        """Return how much has to go; zero or less when nothing has to."""
+    def _missing_bytes(self, inventory: _Inventory, size_bytes: int) -> tuple[int, str]:
+        """Return how much has to go (zero or less: nothing), and the setting that says so."""
         limits = self._limits
-        missing = -sys.maxsize
+        found = [(-sys.maxsize, "capacity_bytes")]
         if limits.capacity_bytes is not None:
             missing = inventory.used_bytes + size_bytes - limits.capacity_bytes
+            found.append((missing, "capacity_bytes"))
         if limits.root_capacity_bytes is not None:
             used_bytes = inventory.used_bytes + self._neighbours.used_bytes()
-            missing_in_root = used_bytes + size_bytes - limits.root_capacity_bytes
+            missing = used_bytes + size_bytes - limits.root_capacity_bytes
             # Those that were touched before any of ours go first.
-            missing_in_root -= self._neighbours.remove_oldest(
-                missing_in_root, inventory.oldest_touch_s
-            )
-            missing = max(missing, missing_in_root)
+            missing -= self._neighbours.remove_oldest(missing, inventory.oldest_touch_s)
+            found.append((missing, "root_capacity_bytes"))
         free_bytes = self._free_bytes()
         if free_bytes is not None:
-            missing = max(missing, limits.min_free_bytes + size_bytes - free_bytes)
-        return missing
+            missing = limits.min_free_bytes + size_bytes - free_bytes
+            found.append((missing, "min_free_bytes"))
+        return max(found)
 
     def _free_bytes(self) -> int | None:
         try:
@@ -336,7 +337,9 @@ class Space:
         with self._folder.lock_space(self._limits.lock_timeout_s):
             return sum(self._remove_segment(s) for s in empty if _is_empty(s))
 
-    def _remove(self, inventory: _Inventory, missing_bytes: int, payload_bytes: int) -> Path | None:
+    def _remove(
+        self, inventory: _Inventory, missing_bytes: int, payload_bytes: int, setting: str
+    ) -> Path | None:
         """Remove segments; return payloads of such a length that may be written over."""
         victims = Victims(self._index, inventory.removable)
         reusable: Path | None = None
@@ -346,8 +349,8 @@ class Space:
                 if reusable is not None:
                     reusable.unlink(missing_ok=True)
                 raise BlockDeclinedError(
-                    f"{self._folder.path} is full, {format_bytes(missing_bytes)} more are needed, "
-                    "and all of it is in use: the capacity is small for this many writers"
+                    f"{self._folder.path} needs {format_bytes(missing_bytes)} more than "
+                    f"{setting!r} leaves it, and all segments are in use"
                 )
             size_bytes = inventory.removable.pop(victim)
             if reusable is None and self._is_whole(victim.path, payload_bytes):
