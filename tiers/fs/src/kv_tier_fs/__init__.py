@@ -30,14 +30,22 @@ __all__ = [
     "spec_of_layout",
 ]
 
-# The tier removes nothing but damaged objects, so every block stays findable.
-_RETAINED_BLOCKS = 1 << 40
+# Without a capacity, every block stays findable: layout files removes nothing but damaged objects,
+# and layout segments only what would take the file system below its floor of free space.
+_RETAINED_BLOCKS: Final = 1 << 40
+
+# Of a capacity, half is free of segments that are being filled and of blocks that are copied, for
+# blocks of any size and some writers.
+_RETAINED_SHARE: Final = 2
+_LARGEST_BLOCK_BYTES: Final = 64 << 20
 
 # Others' stores are looked for four times a second, and entered with the next call.
 _VISIBILITY_DELAY_S: Final = 1.0
 
-# Blocks in use are copied through so much memory when their segment goes.
+# Blocks in use are copied through so much memory when their segment goes, and each thread has some
+# to look whether what is to be stored is there already, and intact.
 _STAGING_BYTES: Final = 4 << 20
+_STAGING_BYTES_PER_THREAD: Final = 1 << 20
 
 _CAPABILITIES: Final[Mapping[Layout, frozenset[Capability]]] = {
     "files": frozenset({Capability.INTEGRITY, Capability.PERSISTENT, Capability.SHARED}),
@@ -71,11 +79,14 @@ def _limits(config: FsConfig) -> TierLimits:
         return config.limits(
             min_retained_blocks=_RETAINED_BLOCKS, min_free_bytes=config.min_free_bytes
         )
+    retained_blocks = _RETAINED_BLOCKS
+    if config.capacity_bytes is not None:
+        retained_blocks = config.capacity_bytes // _RETAINED_SHARE // _LARGEST_BLOCK_BYTES
     return config.limits(
-        min_retained_blocks=_RETAINED_BLOCKS if config.capacity_bytes is None else 1,
+        min_retained_blocks=max(1, retained_blocks),
         min_free_bytes=config.min_free_bytes,
         visibility_delay_s=_VISIBILITY_DELAY_S,
-        staging_bytes=_STAGING_BYTES,
+        staging_bytes=_STAGING_BYTES + config.io_threads * _STAGING_BYTES_PER_THREAD,
     )
 
 
