@@ -35,7 +35,7 @@ LOADED_RUNS ?= 50
 LOADED_AT_A_TIME ?= 1
 
 .PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile \
-    region-kills conformance conformance-loaded conformance-pytests kill-map vllm-env vllm vllm-matrix \
+    region-kills fs-faults conformance conformance-loaded conformance-pytests kill-map vllm-env vllm vllm-matrix \
     vllm-versions \
     bench-vllm clean
 
@@ -59,6 +59,7 @@ help:
 	@echo "vllm-matrix   the same with every configuration that they can run with"
 	@echo "bench-vllm    throughput of vLLM with kv-core and without, and what a hit saves"
 	@echo "region-kills  240 random kills of processes that share a region, and what they leave"
+	@echo "fs-faults     all faults of the file tier, 300 kills and 3 minutes of a crowd for each layout"
 	@echo "clean         remove all that was made"
 
 # A Python without ensurepip (Debian's without python3-venv) gets its pip from outside.
@@ -157,6 +158,16 @@ bench-vllm: test-tools vllm-env
 # The tests do a tenth of this.
 region-kills: venv
 	$(BIN)/python tests/integration/region_kills.py --rounds 240 --seed 1
+
+# The tests draw a slice of each of these (FS_FAULTS_SEED draws another one). As root, with strace.
+FS_KILLS ?= 300
+FS_CROWD_S ?= 180
+FS_STORMS := $(BIN)/python tests/integration/fs_faults/storms.py
+fs-faults: test-tools
+	FS_FAULTS=all $(BIN)/python -m pytest tests/integration/fs_faults $(PYTEST_ARGS)
+	@set -e; for layout in segments files; do \
+	    $(FS_STORMS) kills --layout $$layout --rounds $(FS_KILLS); \
+	    $(FS_STORMS) crowd --layout $$layout --seconds $(FS_CROWD_S); done
 
 clean:
 	rm -rf .venv .venv-3.* $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
