@@ -434,7 +434,7 @@ def test_the_whole_root_is_bounded(instance: Open) -> None:
 
 
 def test_a_namespace_that_nobody_has_used_for_long_goes(instance: Open) -> None:
-    """With its description; one whose writer lives stays, and so does a young one."""
+    """At the opening and now and then: one whose writer lives stays, and so does a young one."""
 
     def named(model: str) -> Any:
         return instance(
@@ -450,7 +450,11 @@ def test_a_namespace_that_nobody_has_used_for_long_goes(instance: Open) -> None:
     for one in (old, alive):
         for path in (one.folder.path, *one.folder.path.rglob("*")):
             os.utime(path, (long_ago, long_ago))
-    instance(namespace_ttl_s=500).space.tidy()
+    one = instance(namespace_ttl_s=500)
+    assert one.store(0, 1, 2, 3) == {}
+    assert old.folder.path.parent.exists()
+    one.clock.turn(601)
+    assert one.store(4) == {}
     assert not old.folder.path.parent.exists()
     assert (alive.own.path / "00000001.seg").exists()
     assert (young.own.path / "00000001.seg").exists()

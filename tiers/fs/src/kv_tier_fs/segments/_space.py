@@ -6,9 +6,8 @@ just made counts in full before anything is in it.
 
 **Who owns what.** Pool threads call :meth:`Space.room`, one at a time; the lock of the root folder
 is held from the look at the folders until the new segment exists, so the bound holds over all
-processes. The collector calls :meth:`Space.next_victim`, the follower's thread
-:meth:`Space.measure`. The attributes are numbers, replaced by
-pool threads and read by any.
+processes. The collector's thread calls :meth:`Space.next_victim` and :meth:`Space.remove_empty`,
+the follower's :meth:`Space.measure`. The attributes are numbers that any thread may read.
 """
 
 from __future__ import annotations
@@ -47,7 +46,9 @@ logger = logging.getLogger(__name__)
 # What a block takes in an index, at most as a rule: a frame of its own, with a key of 64 bytes.
 _INDEX_BYTES_PER_BLOCK: Final = 128
 _PAGE_BYTES: Final = 4096
+# How often to look for dead writers while room is short, and in any case.
 _RECLAIM_EVERY_S: Final = 10.0
+_TIDY_EVERY_S: Final = 600.0
 # How much longer than a measurement has taken until the next: a folder with thousands of segments
 # is looked at less often.
 _MEASURE_SHARE: Final = 50
@@ -265,8 +266,9 @@ class Space:
         size_bytes = payload_bytes + index_size_bytes
         inventory = self._look()
         missing_bytes, setting = self._missing_bytes(inventory, size_bytes)
-        reclaim = self._clock() - self._reclaimed_at > _RECLAIM_EVERY_S
-        if missing_bytes > 0 and (reclaim or not inventory.removable):
+        reclaimed_for_s = self._clock() - self._reclaimed_at
+        is_due = reclaimed_for_s > _RECLAIM_EVERY_S or not inventory.removable
+        if (missing_bytes > 0 and is_due) or reclaimed_for_s > _TIDY_EVERY_S:
             self._reclaim()
             inventory = self._look()
             missing_bytes, setting = self._missing_bytes(inventory, size_bytes)
