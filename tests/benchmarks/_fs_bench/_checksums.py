@@ -20,7 +20,7 @@ __all__ = ["measure_checksums"]
 
 _SIZES: Final = (2**15, 2**20)
 _THREADS: Final = (1, 2)
-_BUFFERS_BYTES: Final = 2**25  # out of the caches, as blocks in the primary tier are
+_BUFFERS_BYTES: Final = 2**28  # out of the caches, as blocks in the primary tier are
 
 
 def measure_checksums(*, seconds: float) -> list[dict[str, object]]:
