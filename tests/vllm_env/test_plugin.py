@@ -7,7 +7,7 @@ from vllm.plugins import load_plugins_by_group
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from kv_core.vllm import register
+from kv_core.vllm import _compat, register
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +38,21 @@ def test_loading_again_changes_nothing() -> None:
     before = dict(SecondaryTierFactory._registry), dict(OffloadingSpecFactory._registry)
     register()
     assert before == (SecondaryTierFactory._registry, OffloadingSpecFactory._registry)
+
+
+@pytest.mark.parametrize(
+    ("version", "warnings"), [("0.99.0", 1), ("0.28.9", 1), ("0.33.1+cu130", 0), ("0.29.0rc1", 0)]
+)
+def test_an_untested_version_is_said_once(
+    version: str,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It may work, so it is a warning; and every process would say it again and again."""
+    monkeypatch.setattr("vllm.__version__", version)
+    monkeypatch.setattr(_compat, "_warned", False)
+    _compat.warn_if_untested()
+    _compat.warn_if_untested()
+    assert len(caplog.records) == warnings
+    assert all(version in record.getMessage() for record in caplog.records)
