@@ -237,6 +237,66 @@ def test_the_thread_collects_when_it_is_woken(
     assert one.collector.copied_blocks == 2
 
 
+def test_who_needs_room_waits_for_the_copies(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as they are read; not for a thread that waits for room itself."""
+    one = instance(num_slots=SLOTS, capacity_bytes=4 * SEGMENT)
+    fill(one, 0, 3)
+    assert one.load(3, 7) == [3, 7]
+    assert one.store(100) == {}
+    reading, go_on = threading.Event(), threading.Event()
+    load = one.collector._reader.load
+
+    class Slow:
+        def load(self, *arguments: Any) -> Any:
+            reading.set()
+            assert go_on.wait(20)
+            return load(*arguments)
+
+    one.collector._reader = Slow()
+    monkeypatch.setattr("kv_tier_fs.segments._collect._PATIENCE_S", 20)
+    one.collector.settle()
+    one.collector.start("kv-test-collect")
+    one.collector.wake()
+    assert reading.wait(20)
+    waiter = threading.Thread(target=one.collector.settle)
+    waiter.start()
+    assert waiter.is_alive()
+    go_on.set()
+    waiter.join(20)
+    assert one.collector.copied_blocks == 2
+    assert one.collector.stop(20)
+    one.collector.settle()
+
+
+def test_nobody_waits_for_long_while_a_copy_is_written(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector may be waiting for the very segment that is about to be made."""
+    one = instance(num_slots=SLOTS, capacity_bytes=4 * SEGMENT)
+    fill(one, 0, 3)
+    assert one.load(3, 7) == [3, 7]
+    assert one.store(100) == {}
+    writing, go_on = threading.Event(), threading.Event()
+    store = one.collector._writer.store
+
+    def slow(*arguments: Any) -> Any:
+        writing.set()
+        assert go_on.wait(20)
+        return store(*arguments)
+
+    monkeypatch.setattr(one.collector._writer, "store", slow)
+    monkeypatch.setattr("kv_tier_fs.segments._collect._PATIENCE_S", 1e9)
+    one.collector.start("kv-test-collect")
+    one.collector.wake()
+    assert writing.wait(20)
+    one.collector.settle()
+    assert one.collector.copied_blocks == 0
+    go_on.set()
+    assert one.collector.stop(20)
+
+
 def test_an_error_does_not_end_the_thread(
     instance: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,8 +5,9 @@ and because there is no room to copy to at that moment, the copies are made ahea
 segment was made, the next victim's used blocks go into the segments that are being filled.
 
 **Who owns what.** The collector's thread runs :meth:`Collector.collect`; any thread may call
-:meth:`Collector.wake`. The staging memory belongs to the collector's thread. Of several processes,
-one copies at a time, by a lock; that another one removes the victim meanwhile is fine.
+:meth:`Collector.wake` and :meth:`Collector.settle`. The staging memory belongs to the collector's
+thread. Of several processes, one copies at a time, by a lock; that another one removes the victim
+meanwhile is fine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+import time
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from kv_tier_fs.segments._file_lock import FileLock
@@ -38,6 +40,11 @@ COLLECT_LOCK_NAME: Final = "collect.lock"
 
 _STAGING_BYTES: Final = 4 << 20
 _LOCK_TIMEOUT_S: Final = 1.0
+# How long whoever needs room waits for copies that are being made, in all and while one is written:
+# the collector may need a new segment for it, and so wait for whoever waits.
+_PATIENCE_S: Final = 0.5
+_PATIENCE_FOR_WRITE_S: Final = 0.05
+_LOOK_EVERY_S: Final = 0.005
 
 
 class Reader(Protocol):
@@ -93,6 +100,10 @@ class Collector:
         self._writer = writer
         self._block_bytes = block_bytes
         self._due = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        # On the monotonic clock; infinite while none is being written.
+        self._write_began_s = float("inf")
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.copied_blocks = 0
@@ -152,10 +163,12 @@ class Collector:
             good = [index for index in range(len(blocks)) if index not in failures]
             if not good:
                 return 0
+            self._write_began_s = time.monotonic()
             stored, _ = self._writer.store(
                 [blocks[index][0] for index in good], [views[index] for index in good]
             )
         finally:
+            self._write_began_s = float("inf")
             for view in views:
                 view.release()
         copied = 0
@@ -186,18 +199,37 @@ class Collector:
 
     def wake(self) -> None:
         """Say that a segment was made, or blocks were removed. Any thread."""
-        self._due.set()
+        if self._thread is not None:
+            self._idle.clear()
+            self._due.set()
+
+    def settle(self) -> None:
+        """Wait for the copies that are being made, if any, and not for long. Any thread.
+
+        Whoever is about to remove a segment calls this: what is not copied by then, is lost.
+        """
+        if threading.current_thread() is self._thread:
+            return
+        end = time.monotonic() + _PATIENCE_S
+        while not self._idle.wait(_LOOK_EVERY_S):
+            now = time.monotonic()
+            if now >= end or now - self._write_began_s > _PATIENCE_FOR_WRITE_S:
+                return
 
     def _run(self) -> None:
         while True:
             self._due.wait()
             self._due.clear()
             if self._stopping:
+                self._idle.set()
                 return
             try:
                 self.collect()
             except Exception as error:  # noqa: BLE001 - without the thread, used blocks are lost
                 logger.warning("blocks in use cannot be copied before they go: %s", error)
+            finally:
+                if not self._due.is_set():
+                    self._idle.set()
 
     def stop(self, timeout_s: float) -> bool:
         """Stop the thread; ``False`` when it is stuck in I/O. Idempotent."""

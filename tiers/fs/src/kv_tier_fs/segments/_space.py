@@ -146,6 +146,7 @@ class Space:
         disk_bytes: What the namespace takes on disk, as of the last look.
         is_short: Whether something will have to go for the next segment of the same size.
         removed_segments: Segments that were removed here to make room.
+        settle: Called before segments are removed to make room: the last chance to copy.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class Space:
         self.disk_bytes = 0
         self.is_short = False
         self.removed_segments = 0
+        self.settle: Callable[[], None] = lambda: None
 
     # -- room -----------------------------------------------------------------------------------
 
@@ -195,6 +197,8 @@ class Space:
                 holds the lock for too long.
             OSError: The folders cannot be looked at.
         """
+        if self.is_short:
+            self.settle()
         # Each store that waits keeps a thread from other work: one of them is enough to find out.
         timeout_s = self._limits.lock_timeout_s if self._clock() >= self._locked_until else 0.0
         try:

@@ -221,6 +221,7 @@ class SegmentStorage:
             self._writer,
             block_bytes,
         )
+        self._space.settle = self._collector.settle
 
     def _place_of(self, own: WriterFolder) -> WriterPlace:
         block_bytes = self._block_bytes
