@@ -1,0 +1,103 @@
+"""vLLM's own tiers under the suite, compared with what is published about them.
+
+A difference is news either way: vLLM has changed, or our suite, adapter or page is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
+
+FOLDER: Final = Path(__file__).parents[3] / "docs" / "conformance"
+PAGE: Final = FOLDER / "vllm-0.32.md"
+ROW: Final = re.compile(r"^\| ([A-Z]+-[0-9A-Z]+) \| ([a-z ]+) \| ([a-z ]+) \|", re.MULTILINE)
+# In the words of the page.
+NOT_JUDGED: Final = {"error": "not judged"}
+# Their tests start processes, each of which imports vLLM: seconds, and many on a busy machine. The
+# last is also broken when such a process takes long to end.
+IN_PROCESSES: Final = ("NS-2", "PERS-2", "PERS-3", "SHARE-1", "SHARE-2", "DATA-9", "LIFE-2")
+
+# The random model test, one of DATA-1, blames one or the other for the same thing.
+BY_CHANCE: Final = "LOOK-3"
+
+
+def published(tier: str) -> dict[str, str]:
+    """Return the outcome of each clause that the page's table names."""
+    place = {"fs": 2, "example": 3}[tier]
+    return {row.group(1): row.group(place).strip() for row in ROW.finditer(PAGE.read_text())}
+
+
+def outcomes(
+    python: Path, folder: Path, tier: str, *, scale: float, clauses: Sequence[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """Run the suite in a folder of its own, and yield what became of each clause."""
+    folder.mkdir()
+    options = {
+        "--conformance-harness": [f"kv_core.vllm.conformance:{tier}"],
+        "--conformance-workdir": [str(folder)],
+        "--conformance-time-scale": [str(scale)],
+        "--conformance-clause": clauses,
+    }
+    words = [word for name, values in options.items() for value in values for word in (name, value)]
+    done = subprocess.run(
+        [str(python), "-m", "pytest", "-q", "--conformance", *words],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    report = folder / "conformance-report.json"
+    assert report.exists(), f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    [result] = json.loads(report.read_text())["tiers"]
+    for clause in result["clauses"]:
+        if clause["outcome"] in ("declared", "not run"):
+            continue
+        yield clause["id"], NOT_JUDGED.get(clause["outcome"], clause["outcome"])
+
+
+def test_the_file_system_tier_does_what_is_published(vllm_python: Path, tmp_path: Path) -> None:
+    """Each clause has the outcome that the table of the page says."""
+    usual = dict(outcomes(vllm_python, tmp_path / "usual", "fs", scale=1))
+    slow = dict(outcomes(vllm_python, tmp_path / "slow", "fs", scale=10, clauses=IN_PROCESSES))
+    found = usual | {clause: slow[clause] for clause in IN_PROCESSES}
+    assert found[BY_CHANCE] in ("passed", "failed")
+    found[BY_CHANCE] = published("fs")[BY_CHANCE]
+    assert found == {
+        clause: outcome for clause, outcome in published("fs").items() if outcome != "declared"
+    }
+
+
+def test_the_example_tier_does_what_is_published(vllm_python: Path, tmp_path: Path) -> None:
+    """Each clause has the outcome that the table of the page says."""
+    found = dict(outcomes(vllm_python, tmp_path / "usual", "example", scale=1))
+    assert found == {
+        clause: outcome for clause, outcome in published("example").items() if outcome != "declared"
+    }
+
+
+def test_what_is_quoted_is_what_is_seen_by_hand(vllm_python: Path, tmp_path: Path) -> None:
+    """The script prints every block of output of the page, word for word, and nothing more."""
+    done = subprocess.run(
+        [vllm_python, FOLDER / "vllm_tiers_by_hand.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    quoted = "".join(re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    assert sorted(quoted.splitlines()) == sorted(done.stdout.splitlines())
