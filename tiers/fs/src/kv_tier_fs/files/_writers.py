@@ -68,8 +68,10 @@ class Writer:
             descriptor = _lock_file(self._lock_path, create=True)
         self._descriptor: int | None = descriptor
         self._folder = writers_dir / name
+        self._made: os.stat_result | None = None
         try:
             make_folder(self._folder)
+            self._made = os.lstat(self._folder)
         except BaseException:
             self.close()
             raise
@@ -92,7 +94,8 @@ class Writer:
                 # Another thread was faster.
                 return
             try:
-                os.unlink(path)  # noqa: PTH108 - a plain string, per block
+                if self._is_there():
+                    os.unlink(path)  # noqa: PTH108 - a plain string, per block
             except FileNotFoundError:
                 continue
             except OSError:
@@ -110,12 +113,21 @@ class Writer:
         if descriptor is None:
             return
         try:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if self._is_there():
+                shutil.rmtree(self._folder, ignore_errors=True)
             # The lock goes last: while it exists, its holder is alive.
             with suppress(FileNotFoundError):
-                self._lock_path.unlink()
+                if os.path.samestat(os.fstat(descriptor), os.lstat(self._lock_path)):
+                    self._lock_path.unlink()
         finally:
             os.close(descriptor)
+
+    def _is_there(self) -> bool:
+        """Say whether the folder is the one that was made: a link may lead its path elsewhere."""
+        try:
+            return self._made is not None and os.path.samestat(self._made, os.lstat(self._folder))
+        except OSError:
+            return False
 
 
 def reclaim_dead_writers(writers_dir: Path) -> int:
