@@ -232,6 +232,9 @@ def test_public_modules_say_what_is_public(source: Path) -> None:
     for node in ast.parse(source.read_text(), source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             exported = ast.literal_eval(node.value)
+        # A list of nothing needs a type.
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "__all__":
+            exported = ast.literal_eval(node.value) if node.value is not None else None
     assert exported is not None
     assert exported == sorted(set(exported), key=_sort_key)
 

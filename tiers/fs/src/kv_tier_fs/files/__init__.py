@@ -1,5 +1,3 @@
 """Layout ``files``: one checksummed file a block, for file systems that like nothing better."""
 
 __all__: list[str] = []
-
-__all__: list[str] = []
