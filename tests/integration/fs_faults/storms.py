@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -143,6 +144,22 @@ def disk_bytes(folder: Path) -> int:
                 # The end of a file takes a whole page, but not everywhere before it is written.
                 total += max(status.st_blocks * 512, status.st_size)
     return total
+
+
+@contextlib.contextmanager
+def space_lock(root: Path) -> Iterator[None]:
+    """Keep everybody from making and removing segments: a look at the files takes a while."""
+    try:
+        descriptor = os.open(root / "space.lock", os.O_RDWR)
+    except FileNotFoundError:
+        # Nobody has opened the root yet, or the layout has no such lock.
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class Board:
@@ -607,7 +624,8 @@ def run_crowd(folder: Path, layout: str, seconds: float, seed: int) -> dict[str,
             )
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            most_bytes = max(most_bytes, disk_bytes(folder))
+            with space_lock(folder / "crowd"):
+                most_bytes = max(most_bytes, disk_bytes(folder))
             looks += 1
             time.sleep(0.005)
         children.expect_end()
