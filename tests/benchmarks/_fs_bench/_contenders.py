@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from _fs_bench._memory import Batch, Memory
 
-    from kv_core.contract import OffloadKey, SecondaryTierManager
+    from kv_core.contract import SecondaryTierManager
     from kv_tier_fs._config import Layout
 
 __all__ = ["Contender", "FsContender", "VllmContender"]
@@ -99,7 +99,7 @@ class FsContender:
         """Return a job that has not been submitted."""
         return JobMetadata(
             job_id=JobId(next(self._job_ids)),
-            keys=tuple(map(_key, batch.keys)),
+            keys=tuple(map(example_key, batch.keys)),
             block_ids=np.array(batch.slots, dtype=np.int32),
             is_promotion=load,
             req_context=self.request,
@@ -208,7 +208,3 @@ class VllmContender:
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-
-def _key(number: int) -> OffloadKey:
-    return example_key(number)

@@ -72,6 +72,17 @@ def test_a_namespace_in_use_does_not_age(cache: Cache) -> None:
         assert driver.load(keys).success
 
 
+def test_a_namespace_that_is_only_read_is_in_use(segments: Cache) -> None:
+    """An engine that opened it for loading only keeps it, too."""
+    segments.fill(2, "old")
+    with segments.open("old", read_only=True) as driver:
+        _age(segments, "old", 31)
+        assert segments.json("gc", "--ttl", "1d")["namespaces"] == []
+        assert driver.load([example_key(0), example_key(1)]).success
+    _age(segments, "old", 31)
+    assert len(segments.json("gc", "--ttl", "1d")["namespaces"]) == 1
+
+
 def test_what_is_being_written_stays(segments: Cache) -> None:
     """Collecting everything takes sealed segments only; the engine goes on with its own."""
     segments.fill(4)

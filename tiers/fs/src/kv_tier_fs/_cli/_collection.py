@@ -91,6 +91,6 @@ def collect(
 
 
 def _is_unused(store: Store, unused_for_s: float) -> bool:
-    if store.has_live_writer():
+    if store.is_open():
         return False
     return store.latest_touch_s() < time.time() - unused_for_s

@@ -71,7 +71,7 @@ class FileStore(Store):
         )
 
     @override
-    def has_live_writer(self) -> bool:
+    def is_open(self) -> bool:
         return any(is_locked(self.root, path) for path in self._writers.glob("*.lock"))
 
     def _files(self) -> Iterator[tuple[str, os.stat_result]]:

@@ -29,6 +29,7 @@ from kv_tier_fs.segments._listing import (
     list_writer,
     list_writers,
 )
+from kv_tier_fs.segments._membership import MEMBERS_LOCK_NAME
 from kv_tier_fs.segments._reader import SegmentFiles, SegmentReader
 from kv_tier_fs.segments._segment import Segment, SegmentName, segment_path
 from kv_tier_fs.segments._segment_file import IndexFile
@@ -134,8 +135,12 @@ class SegmentStore(Store):
         )
 
     @override
-    def has_live_writer(self) -> bool:
-        return any(map(self._is_alive, list_writers(self._layout_folder)))
+    def is_open(self) -> bool:
+        # Readers are members, too.
+        members = self._layout_folder / MEMBERS_LOCK_NAME
+        return is_locked(self.root, members, shared=True) or any(
+            map(self._is_alive, list_writers(self._layout_folder))
+        )
 
     def _listings(self) -> list[Listing]:
         return [list_writer(folder) for folder in sorted(list_writers(self._layout_folder))]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kv_core.contract import Namespace
 from kv_core.errors import NamespaceError
-from kv_tier_fs.segments._file_lock import FileLock
+from kv_tier_fs._beneath import open_beneath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +32,7 @@ class Report:
 
     Attributes:
         blocks: Blocks that can be looked up.
-        payload_bytes: Bytes of these blocks.
+        payload_bytes: Bytes of these blocks, of each copy where there are several.
         disk_bytes: Space that all of it takes, preallocated space included.
         files: Files with payloads.
         live_writers: Processes that have it open for writing.
@@ -135,8 +137,8 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def has_live_writer(self) -> bool:
-        """Say whether a process has the namespace open for writing."""
+    def is_open(self) -> bool:
+        """Say whether a process has the namespace open, as far as the layout knows."""
 
     @abstractmethod
     def disk_bytes(self) -> int:
@@ -162,16 +164,29 @@ class Store(ABC):
         """Give back what retiring has opened. Idempotent."""
 
 
-def is_locked(root: Path, path: Path) -> bool:
-    """Say whether the writer lives to whom a lock file belongs."""
+def is_locked(root: Path, path: Path, *, shared: bool = False) -> bool:
+    """Say whether a process holds a lock. Works where nothing can be written.
+
+    Args:
+        root: Folder below which no symbolic link is followed.
+        path: The file, below it.
+        shared: Whether holders share the lock.
+    """
     try:
-        lock = FileLock.try_take(root, path, create=False)
+        descriptor = open_beneath(root, path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
     except OSError:
         # Of a user whose locks we may not open: to be on the safe side, it does.
         return True
-    if lock is None:
-        return path.exists()
-    lock.release()
+    try:
+        # Shared where that conflicts, too: two who look do not see each other.
+        how = fcntl.LOCK_EX if shared else fcntl.LOCK_SH
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
     return False
 
 
