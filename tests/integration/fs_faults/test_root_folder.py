@@ -203,8 +203,8 @@ _CHANGES: Final = (
     "truncate,chmod,fchmodat,chown,lchown,utimensat,mknod,mknodat"
 )
 _OPENED: Final = re.compile(r'open(?:at)?\([^"]*"([^"]+)", ([A-Z_|]+)')
-_PATHS: Final = re.compile(r'"((?:[^"\\]|\\.)*)"')
-_FOLDER: Final = re.compile(r"\((?:AT_FDCWD|\d+)<([^>]+)>")
+# A path, with the folder that it is relative to where the call names one.
+_PATHS: Final = re.compile(r'(?:(?:AT_FDCWD|\d+)<([^>]*)>, )?"((?:[^"\\]|\\.)*)"')
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
@@ -231,12 +231,9 @@ def test_nothing_outside_of_the_root_is_changed(
             writes = {"O_WRONLY", "O_RDWR", "O_CREAT"} & set(opened.group(2).split("|"))
             if not writes:
                 continue
-        folder = _FOLDER.search(line)
-        for name in _PATHS.findall(line):
-            path = Path(name)
-            if not path.is_absolute() and folder is not None:
-                path = Path(folder.group(1)) / name
-            changed.add(str(path))
+        for folder, name in _PATHS.findall(line):
+            # An absolute name stands for itself.
+            changed.add(str(Path(folder or "/") / name))
     outside = {path for path in changed if not Path(path).is_relative_to(root)}
     assert any(Path(path).is_relative_to(root) for path in changed)
     assert outside <= {"/dev/null"}

@@ -113,8 +113,9 @@ class Writer:
         if descriptor is None:
             return
         try:
-            if self._is_there():
-                shutil.rmtree(self._folder, ignore_errors=True)
+            with suppress(OSError):
+                if self._is_there():
+                    shutil.rmtree(self._folder, ignore_errors=True)
             # The lock goes last: while it exists, its holder is alive.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.lstat(self._lock_path)):
@@ -123,10 +124,14 @@ class Writer:
             os.close(descriptor)
 
     def _is_there(self) -> bool:
-        """Say whether the folder is the one that was made: a link may lead its path elsewhere."""
+        """Say whether the folder is the one that was made: a link may lead its path elsewhere.
+
+        Raises:
+            OSError: That cannot be found out now.
+        """
         try:
             return self._made is not None and os.path.samestat(self._made, os.lstat(self._folder))
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
 
