@@ -2,15 +2,17 @@
 
 Run ``python tests/benchmarks/vllm_steps.py`` after ``make vllm-env`` (``--quick`` for a smoke run,
 ``--json`` for machines). Real engines on the CPU, each in a process of its own, in turns. Every
-call that vLLM makes into its OffloadingConnector is timed, on either side: microseconds a step, CPU
-time of the calling thread, the median over runs. What happens:
+call that vLLM makes into its OffloadingConnector is timed, on either side, in CPU time of the
+calling thread; the median over runs. What happens:
 
 *decode*: prompts are answered whose blocks are in the engine's own cache and in CPU memory; nothing
-is to be stored or loaded, step after step.
+is to be stored or loaded, step after step. Microseconds a step.
 
-*store*: new prompts; every full block of them is offered and stored.
+*store*: new prompts of 20 blocks; every one of them is offered and stored. Microseconds a prompt:
+how many steps it takes depends on when copies end.
 
 *load*: the same prompts after the engine's own cache was emptied; every block is loaded.
+Microseconds a prompt.
 
 vLLM's own spec runs on CUDA only; here it has the copying worker of the end-to-end tests, which
 copies when it is called, so that the worker's lines compare less than the scheduler's.
@@ -83,16 +85,20 @@ class Stopwatch:
 
         return timed
 
-    def take(self) -> dict[str, float]:
-        """Return microseconds a step by part, and start again."""
-        taken = {part: s / max(1, self.steps) * 1e6 for part, s in self.seconds.items()}
+    def take(self, prompts: int | None = None) -> dict[str, float]:
+        """Return microseconds a step, or a prompt, by part, and start again."""
+        divisor, unit = (self.steps, "step") if prompts is None else (prompts, "prompt")
+        taken = {
+            f"{part}, us/{unit}": seconds / max(1, divisor) * 1e6
+            for part, seconds in self.seconds.items()
+        }
         self.seconds.clear()
         self.steps = 0
         return taken
 
 
 def run_engine(side: str, folder: Path, *, requests: int, tokens: int) -> dict[str, float]:
-    """Run one engine through the phases; return microseconds a step by phase and part."""
+    """Run one engine through the phases; return microseconds by phase and part."""
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1",
         HF_HUB_OFFLINE="1",
@@ -148,7 +154,8 @@ def run_engine(side: str, folder: Path, *, requests: int, tokens: int) -> dict[s
             llm.reset_prefix_cache()
         watch.take()
         answer(num_tokens)
-        measured |= {f"{phase}, {part}": us for part, us in watch.take().items()}
+        taken = watch.take(None if phase == "decode" else requests)
+        measured |= {f"{phase}, {part}": us for part, us in taken.items()}
     core.shutdown()
     return measured
 
@@ -186,7 +193,7 @@ def main() -> None:
         print(json.dumps(medians))
         return
     for line in sorted(medians):
-        text = f"{line:34s} {medians[line]:9.1f} us/step"
+        text = f"{line:44s} {medians[line]:9.1f}"
         if line.endswith("kv-core"):
             text += f"  {medians[line] / medians[line.replace('kv-core', 'vLLM')]:7.1%} of vLLM's"
         print(text)
