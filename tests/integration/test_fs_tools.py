@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from kv_core.contract import JobResult
 
 BLOCK_BYTES = 4096
-NUM_KEYS = 400
+NUM_KEYS = 3000
 ROUNDS = 6
 
 
 class Engine(threading.Thread):
-    """Stores and loads blocks of a few hundred keys until it is stopped, and checks every byte.
+    """Stores and loads blocks of a few thousand keys until it is stopped, and checks every byte.
 
     Attributes:
         problems: What must not happen.
@@ -40,7 +40,7 @@ class Engine(threading.Thread):
         self.loads = 0
         self._random = random.Random(seed)
         self._stopping = threading.Event()
-        config = FsConfig(root_dir=root, capacity_bytes=200 * BLOCK_BYTES, min_free_bytes=1)
+        config = FsConfig(root_dir=root, capacity_bytes=1600 * BLOCK_BYTES, min_free_bytes=1)
         self._driver = TierDriver(
             spec_of_layout("segments").factory, config, block_bytes=BLOCK_BYTES, num_blocks=32
         )
@@ -82,7 +82,7 @@ def test_tools_and_engines_do_not_mind_each_other(
         for engine in engines:
             engine.start()
         for _ in range(ROUNDS):
-            for command in (["ls"], ["du"], ["fsck"], ["gc", "--capacity", "300KiB"], ["gc"]):
+            for command in (["ls"], ["du"], ["fsck"], ["gc", "--capacity", "3MiB"], ["gc"]):
                 name, *options = command
                 assert main(["fs", name, str(root), *options, "--json"]) == 0, command
                 found = json.loads(capsys.readouterr().out)
