@@ -279,3 +279,41 @@ def test_a_view_that_does_not_fit_is_refused(
     view = memoryview(bytearray(8192)).cast("B", (2, 4096))
     with pytest.raises(ConfigError, match=message):
         Primary(num_blocks, view, block_bytes)
+
+
+# -- one by one and all at once -----------------------------------------------------------------
+
+
+def _primary(num_blocks: int, *, enable_events: bool = False) -> Primary:
+    view = memoryview(bytearray(num_blocks * 512)).cast("B", (num_blocks, 512))
+    return Primary(num_blocks, view, 512, enable_events=enable_events)
+
+
+def test_one_slot_is_reserved_as_several_are(keys: list[OffloadKey]) -> None:
+    """Room is made when there is none, the caller hears of it, and there may be none to make."""
+    primary = _primary(2)
+    evicted: list[OffloadKey] = []
+    slots = [primary.reserve(key, evicted.extend) for key in keys[:2]]
+    assert slots == [0, 1]
+    assert primary.reserve(keys[2], evicted.extend) is None
+    assert primary.complete_write(keys[0], 0, 1, success=True)
+    assert primary.reserve(keys[2], evicted.extend) == 0
+    assert evicted == [keys[0]]
+    assert primary.generations_of([0, 1]) == (2, 1)
+
+
+def test_the_writes_of_a_job_end_together(keys: list[OffloadKey]) -> None:
+    """Good ones are readable, bad ones gone, given-up ones adopted, stale ones ignored; in order."""
+    primary = _primary(4, enable_events=True)
+    slots = [primary.reserve(key, lambda _: None) for key in keys[:4]]
+    assert slots == [0, 1, 2, 3]
+    assert primary.abandon_write(keys[1], 1, 1)
+    ready = primary.complete_writes(
+        keys[:4], [0, 1, 2, 3], [1, 1, 1, 7], {keys[0], keys[1], keys[3]}
+    )
+    assert ready == keys[:2]
+    assert [primary.is_ready(key) for key in keys[:4]] == [True, True, False, False]
+    assert primary.get_stats()["blocks_writing"] == 1
+    assert primary.get_stats()["blocks_free"] == 1
+    events = [key for event in primary.take_events() for key in event.keys]
+    assert events == keys[:2]
