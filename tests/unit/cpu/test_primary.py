@@ -303,7 +303,7 @@ def test_one_slot_is_reserved_as_several_are(keys: list[OffloadKey]) -> None:
 
 
 def test_the_writes_of_a_job_end_together(keys: list[OffloadKey]) -> None:
-    """Good ones are readable, bad ones gone, given-up ones adopted, stale ones ignored; in order."""
+    """Good ones are readable, bad ones gone, given-up ones adopted, stale ones ignored."""
     primary = _primary(4, enable_events=True)
     slots = [primary.reserve(key, lambda _: None) for key in keys[:4]]
     assert slots == [0, 1, 2, 3]
