@@ -1,7 +1,8 @@
 """All that kv-core knows of vLLM's versions: where things are, and what they are called there.
 
 No other module of kv-core imports vLLM's offloading, asks for its version, or tries one name after
-another. Importing this module imports vLLM.
+another; ``kv_core.vllm.conformance`` alone also makes the spec of one version, to test its tiers.
+Importing this module imports vLLM.
 
 Differences between the versions it covers:
 
