@@ -122,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="small and few: does it still run?")
     parser.add_argument("--pairs", type=int, default=10, help="pairs of measurements")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     options = parser.parse_args(arguments)
     python = Path(os.environ.get("KV_CORE_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
     if not python.exists():
@@ -132,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = (
             bench.everything_hot(pairs=2, batch=2, tokens=16)
             if options.quick
-            else bench.everything_hot(pairs=options.pairs, batch=8, tokens=64)
+            else bench.everything_hot(pairs=options.pairs, batch=8, tokens=options.tokens)
         )
         results |= bench.restart_and_hit(length=500 if options.quick else 2000)
     if options.json:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -86,6 +87,7 @@ class Engine:
         environment: Mapping[str, str] | None = None,
         processes: bool = False,
     ) -> None:
+        self._engine_id = f"test-{uuid.uuid4()}"
         self.log = Path(tempfile.mkstemp(prefix="engine-", suffix=".log", dir=folder)[1])
         command_out, command_in = os.pipe()
         reply_out, reply_in = os.pipe()
@@ -111,7 +113,7 @@ class Engine:
                 deadline_s=_START_S,
                 model=model,
                 models=str(models),
-                connector=None if connector is None else dict(connector),
+                connector=connector and {"engine_id": self._engine_id, **connector},
                 options=dict(options or {}),
             )
         except BaseException:
@@ -208,6 +210,9 @@ class Engine:
         self.process.wait()
         self._commands.close()
         self._replies.close()
+        # In the tier mode the region is vLLM's, which outlives a process that is killed.
+        for left in _SHARED_MEMORY.glob(f"vllm_offload_{self._engine_id}*"):
+            left.unlink()
 
     def tail(self, lines: int = 40) -> str:
         """Return the end of the log."""
