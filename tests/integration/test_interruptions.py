@@ -37,7 +37,8 @@ def storage(tmp_path: Path) -> Path:
 def arguments(shm_dir: Path, storage: Path) -> list[str]:
     """Return a replay that runs much longer than a test waits."""
     small = ["--gpu-blocks=400", "--cpu-bytes=4MiB", "--quiet", f"--shm-dir={shm_dir}"]
-    return ["replay", "synthetic:chat", "--limit=4000", f"--tier=fs:root_dir={storage}", *small]
+    tier = f"--tier=fs:root_dir={storage},layout=files"
+    return ["replay", "synthetic:chat", "--limit=4000", tier, *small]
 
 
 def count_blocks(storage: Path) -> int:

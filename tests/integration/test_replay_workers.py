@@ -278,7 +278,8 @@ def test_a_worker_that_fails_says_why(
 def arguments(tmp_path: Path, shm_dir: Path) -> list[str]:
     """Return a replay that runs much longer than a test waits."""
     small = ["--gpu-blocks=400", "--cpu-bytes=4MiB", "--quiet", f"--shm-dir={shm_dir}"]
-    tier = f"--tier=fs:root_dir={tmp_path}/storage"
+    # The layout whose blocks can be counted from outside.
+    tier = f"--tier=fs:root_dir={tmp_path}/storage,layout=files"
     return ["replay", "synthetic:chat", "--limit=4000", "--workers=2", tier, *small]
 
 

@@ -290,7 +290,16 @@ def launch(
 
     def run(slots: int = 16, root_dir: Path | None = None, **extra: object) -> Process:
         tier: str | TierSpec = _step_tier(storage) if root_dir is None else "fs"
-        settings = {} if root_dir is None else {"root_dir": str(root_dir), "direct_io": False}
+        settings = (
+            {}
+            if root_dir is None
+            else {
+                # The layout whose blocks can be counted from outside.
+                "layout": "files",
+                "root_dir": str(root_dir),
+                "direct_io": False,
+            }
+        )
         started.append(Process(config(**extra), slots, tier, **settings))
         return started[-1]
 
