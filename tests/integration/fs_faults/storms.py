@@ -634,7 +634,9 @@ def run_crowd(folder: Path, layout: str, seconds: float, seed: int) -> dict[str,
             children.expect_end()
     finally:
         children.kill()
-    if layout == "segments" and most_bytes > 6 * MIB:
+    # Room is made for segments. An index of removals grows beside them, and is counted with the
+    # next: a page for each writer.
+    if layout == "segments" and most_bytes > 6 * MIB + 4 * mmap.PAGESIZE:
         raise Failure(f"the root held {most_bytes} bytes, {6 * MIB} were allowed")
     return {"seconds": seconds, "looks": looks, "most_bytes": most_bytes}
 
