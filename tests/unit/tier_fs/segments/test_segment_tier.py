@@ -349,3 +349,12 @@ def test_settings_of_the_other_layout_are_refused(tmp_path: Path) -> None:
     settings = {"root_dir": str(tmp_path), "layout": "files", "capacity_bytes": "1GiB"}
     with pytest.raises(ConfigError, match="'capacity_bytes' is a setting of layout 'segments'"):
         parse_tier_config("fs", model, settings)
+
+
+def test_a_capacity_too_small_for_a_block_is_the_only_complaint(
+    drive: Drive, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was never opened is not closed either, and nothing of it is logged."""
+    with pytest.raises(ConfigError, match="blocks of 4096 bytes need"):
+        drive(capacity_bytes=4096)
+    assert caplog.records == []

@@ -95,7 +95,10 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
 
     @override
     def close(self) -> None:
-        self._storage.close()
+        # Also after an open() that did not get as far as that.
+        storage: SegmentStorage | None = getattr(self, "_storage", None)
+        if storage is not None:
+            storage.close()
 
     # -- the engine's thread --------------------------------------------------------------------
 
