@@ -50,12 +50,14 @@ class Answers:
         tokens: The tokens of each answer.
         cached: How many tokens of each prompt came from a cache, the engine's own or ours.
         seconds: How long the batch took.
+        processor_seconds: How long the engine's process computed for it, over all its threads.
         margin: How far the best token was ahead of the second at the closest; NaN if not asked.
     """
 
     tokens: list[list[int]]
     cached: list[int]
     seconds: float
+    processor_seconds: float
     margin: float = field(default=float("nan"), compare=False)
 
 
@@ -178,6 +180,7 @@ class Engine:
             tokens=[answer["tokens"] for answer in reply["answers"]],
             cached=[answer["cached"] for answer in reply["answers"]],
             seconds=reply["seconds"],
+            processor_seconds=reply["processor_seconds"],
             margin=reply.get("margin", float("nan")),
         )
 
