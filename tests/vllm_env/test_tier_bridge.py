@@ -484,6 +484,12 @@ def test_wrong_settings_are_named(
     gc.collect()
 
 
+def test_our_sizes_have_units(scripted: Callable[..., tuple[Rig, Script]]) -> None:
+    """VLLM's own ``cpu_bytes_to_use`` takes bytes only; what is ours is read as everywhere."""
+    rig, _ = scripted(max_inflight_store_bytes="64MiB")
+    assert rig.bridges[0]._tier._config.max_inflight_store_bytes == 64 * 2**20
+
+
 def test_an_unknown_type_is_named() -> None:
     """A tier that is not installed is said to be none, with the command that installs it."""
     from kv_core.vllm._tier_settings import read_settings

@@ -111,6 +111,9 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> _Engine:
                 hf_overrides={},
                 hf_config_path=None,
                 seed=0,
+                max_model_len=4096,
+                original_max_model_len=4096,
+                multimodal_config=SimpleNamespace(mm_processor_kwargs=None),
             ),
             load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
             cache_config=SimpleNamespace(
@@ -157,6 +160,9 @@ def _other_weights(engine: _Engine) -> None:
         _set("vllm", "model_config", "dtype", value="torch.float16"),
         _set("vllm", "model_config", "quantization", value="fp8"),
         _set("vllm", "model_config", "hf_overrides", value={"rope_theta": 1e6}),
+        _set("vllm", "model_config", "max_model_len", value=131072),
+        _set("vllm", "model_config", "multimodal_config", "mm_processor_kwargs", value={"fps": 2}),
+        _set("vllm", "model_config", "multimodal_config", "video_pruning_rate", value=0.5),
         _set("vllm", "load_config", "load_format", value="dummy"),
         _set("vllm", "load_config", "model_loader_extra_config", value={"tensorizer_uri": "s3"}),
         _set("vllm", "cache_config", "kv_cache_dtype_skip_layers", value=["0"]),
@@ -208,6 +214,14 @@ def test_what_changes_no_bytes_does_not(engine: _Engine, change: Callable[[_Engi
     """NS-2: a restart finds its blocks again."""
     before = engine.fingerprint
     change(engine)
+    assert engine.fingerprint == before
+
+
+def test_a_length_that_fits_the_memory_changes_nothing(engine: _Engine) -> None:
+    """VLLM lowers it after the model was built, and in each of its processes at another time."""
+    engine.vllm.model_config.original_max_model_len = -1
+    before = engine.fingerprint
+    engine.vllm.model_config.max_model_len = 1024
     assert engine.fingerprint == before
 
 

@@ -156,8 +156,9 @@ def test_a_request_may_stay_away_from_storage(
     scripts[0].answers = dict.fromkeys(keys[:2], True)
     engine.store("a", keys[2])
     only_cpu = base.TierFilter((base.TierMatcher(medium=base.Medium.CPU),))
-    engine.request("b", load_tier_filter=only_cpu)
-    assert engine.ask("b", *keys[:3]) == ["MISS", "MISS", "HIT"]
+    for name, params in (("b", None), ("n", {"kv_core": None})):
+        engine.request(name, params, load_tier_filter=only_cpu)
+        assert engine.ask(name, *keys[:3]) == ["MISS", "MISS", "HIT"]
     engine.request("c", load_tier_filter=base.TierFilter((base.TierMatcher(),)))
     assert engine.ask("c", *keys[:3]) == ["HIT_PENDING", "HIT_PENDING", "HIT"]
 

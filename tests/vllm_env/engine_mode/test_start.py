@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.vllm_env.engine_mode.conftest import ROW_BYTES
 
 from kv_core.errors import ConfigError, KVCoreError, RegionError, UnknownTierError
 from kv_core.vllm import _spec
@@ -50,6 +51,11 @@ def test_a_wrong_setting_ends_the_start_and_is_named(
 def test_settings_of_the_connector_are_not_ours(start: Callable[..., Engine]) -> None:
     """They stand beside ours in one mapping, and are read by vLLM or for the namespace."""
     start(self_describing_kv_events=True, model_id="tests", canonical_layout=False)
+
+
+def test_the_size_may_come_from_an_option_of_vllm(start: Callable[..., Engine]) -> None:
+    """``--kv-offloading-size`` puts a number with a fraction there."""
+    start(cpu_bytes_to_use=8 * ROW_BYTES + 0.5)
 
 
 def test_a_worker_that_is_missing_is_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 from kv_core.connector import OffloadingSettings
@@ -24,6 +25,7 @@ ENGINE_ID_PREFIX: Final = "vllm-"
 _NONCE_BYTES: Final = 16
 
 _CANONICAL_LAYOUT: Final = "canonical_layout"
+_SIZE_SETTING: Final = "cpu_bytes_to_use"
 
 # Settings that stand beside ours, and are read by vLLM's connector or for the namespace.
 _READ_ELSEWHERE: Final = frozenset(
@@ -45,7 +47,12 @@ def engine_settings(extra_config: Mapping[str, Any]) -> dict[str, Any]:
             "KVCoreOffloadingSpec hold the pages of all ranks side by side. Remove the setting",
             setting=_CANONICAL_LAYOUT,
         )
-    return {name: value for name, value in extra_config.items() if name not in _READ_ELSEWHERE}
+    ours = {name: value for name, value in extra_config.items() if name not in _READ_ELSEWHERE}
+    size = ours.get(_SIZE_SETTING)
+    if isinstance(size, float) and math.isfinite(size):
+        # From vLLM's own option ``kv_offloading_size``, in GiB; it takes the whole bytes of it.
+        ours[_SIZE_SETTING] = int(size)
+    return ours
 
 
 def engine_config(config: Any, parallel_config: Any) -> OffloadingConfig:

@@ -253,7 +253,9 @@ def _our_context(req_context: _compat.ReqContext) -> ReqContext:
     """Translate a request, with what its client wishes in vLLM's words."""
     params = req_context.kv_transfer_params or {}
     if not _compat.may_load_from_storage(req_context):
-        wishes = params.get(PARAMS_KEY, {})
+        wishes = params.get(PARAMS_KEY)
+        if wishes is None:
+            wishes = {}
         if isinstance(wishes, Mapping):
             params = {**params, PARAMS_KEY: {**wishes, "tiers": False}}
     return ReqContext(req_context.req_id, params)

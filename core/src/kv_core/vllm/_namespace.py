@@ -55,6 +55,14 @@ _MODEL_FACTS: Final = (
     "model_impl",
 )
 _LOAD_FACTS: Final = ("load_format", "model_loader_extra_config")
+# What becomes of images, sound and films is not all in the hashes of their blocks.
+_MULTIMODAL_FACTS: Final = (
+    "media_io_kwargs",
+    "mm_encoder_attn_dtype",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
 _CACHE_FACTS: Final = (
     "kv_cache_dtype_skip_layers",
     "kv_sharing_fast_prefill",
@@ -67,6 +75,9 @@ _LAYER_PARTITION: Final = "VLLM_PP_LAYER_PARTITION"
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9a-f]+")
 
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+
+# A ``max_model_len`` that vLLM replaces by what fits the GPU's memory.
+_FITS_MEMORY: Final = -1
 
 
 def namespace_of(config: Any, *, block_bytes: int, lasting: bool) -> Namespace:
@@ -164,6 +175,8 @@ def _identify_all(vllm_config: Any, model_id: str | None) -> ModelIdentity:
     identity = _identify(model, model_id)
     facts = {
         **_facts(model, _MODEL_FACTS, "model"),
+        "model.max_model_len": _longest(model),
+        **_facts(getattr(model, "multimodal_config", None), _MULTIMODAL_FACTS, "multimodal"),
         **_facts(vllm_config.load_config, _LOAD_FACTS, "load"),
         **_facts(vllm_config.cache_config, _CACHE_FACTS, "cache"),
     }
@@ -191,6 +204,18 @@ def _identify(model: Any, model_id: str | None) -> ModelIdentity:
         # A branch or nothing; what it stood for at the start is what was loaded.
         revision = getattr(model.hf_config, "_commit_hash", None) or revision
     return model_identity(model.model, revision=revision, model_id=model_id)
+
+
+def _longest(model: Any) -> str:
+    """Return how long a request may be, as it was when the model was built.
+
+    Some models compute otherwise if they are to serve long requests, short ones included: Phi-3
+    takes other rotary factors, Llama 4 another temperature.
+    """
+    if getattr(model, "original_max_model_len", None) == _FITS_MEMORY:
+        # Lowered after the model was built, to what memory there is: the model's own is meant.
+        return "the model's own"
+    return _text(getattr(model, "max_model_len", None))
 
 
 def _require_nothing_hidden(vllm_config: Any) -> None:

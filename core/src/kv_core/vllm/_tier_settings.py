@@ -93,7 +93,9 @@ def read_settings(
 def _engine_settings(extra_config: Mapping[str, Any]) -> TieringConfig:
     """Return those of our engine's settings that stand beside vLLM's own."""
     given = {
-        name: extra_config[name] for name in TieringConfig.model_fields if name in extra_config
+        name: _number(name, extra_config[name])
+        for name in TieringConfig.model_fields
+        if name in extra_config
     }
     try:
         config = TieringConfig(**given)
