@@ -111,6 +111,25 @@ def test_a_segment_that_was_pinned_meanwhile_is_no_victim() -> None:
     assert victims.next() is None
 
 
+def test_a_segment_that_is_pinned_during_the_measurement_is_no_victim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lookup may come while the uses of all blocks are looked through."""
+    index, first, second = BlockIndex(), segment_of(1), segment_of(2)
+    for segment in (first, second):
+        segment.published_blocks = 10
+        index.put(segment, keys_of(segment), range(10), range(10))
+    uses_in = BlockIndex.uses_in
+
+    def pin_meanwhile(self: BlockIndex, segment: Segment) -> Any:
+        first.pins = 1
+        return uses_in(self, segment)
+
+    monkeypatch.setattr(BlockIndex, "uses_in", pin_meanwhile)
+    victims = Victims(index, [first, second])
+    assert [victims.next(), victims.next()] == [second, None]
+
+
 def test_the_latest_uses_are_worth_copying() -> None:
     """At most a fifth of the slots."""
     used: Any = [(use, f"{use}".encode(), use, 10 * use) for use in (3, 9, 5)]
@@ -199,6 +218,30 @@ def test_a_block_that_was_removed_while_it_was_copied_stays_removed(instance: Op
     two.follow()
     two.follow()
     assert (one.present(3), two.present(3)) == ([], [])
+
+
+def test_a_removal_that_cannot_be_written_down_is_tried_again(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk does not bring back what was removed."""
+    one = instance(num_slots=SLOTS)
+    fill(one, 0, 1)
+    [place] = one.index.places(*one.keys(3))
+    one.index.unwanted.append((*one.keys(3), *place[:2]))
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.writer, "remove", fail)
+        with pytest.raises(OSError, match="No space"):
+            one.collector.collect()
+    one.collector.collect()
+    assert not one.index.unwanted
+    two = instance()
+    two.follow()
+    two.follow()
+    assert two.present(*range(SLOTS)) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
 
 
 def test_one_process_copies_at_a_time(instance: Open, monkeypatch: pytest.MonkeyPatch) -> None:

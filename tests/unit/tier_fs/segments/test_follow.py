@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kv_core.tierkit.testing import example_namespace
+from kv_tier_fs.segments._format import FrameKind
 from kv_tier_fs.segments._watch import TimerWatch, open_watch
 
 if TYPE_CHECKING:
@@ -144,6 +145,27 @@ def test_removals_that_cannot_be_made_anew_stay_as_they_are(
     assert two.present(*range(8)) == [0, 2, 3, 4, 6, 7]
     assert not (one.own.path / "00000000.new").exists()
     assert "cannot be made anew" in caplog.text
+
+
+def test_removals_that_were_made_anew_at_the_same_inode_are_read_anew(instance: Open) -> None:
+    """File systems give the inode of a removed file to the next one."""
+    one, two = instance(), instance()
+    assert one.store(*range(8)) == {}
+    for number in (1, 2, 5):
+        segment, slot, _ = one.index.places(*one.keys(number))[0]
+        one.writer.remove(segment, one.keys(number), [slot])
+    two.follow()
+    path = one.own.path / "00000000.idx"
+    inode = path.stat().st_ino
+    os.truncate(path, 128)
+    file = one.writer._removals._file
+    file._end = 128
+    segment, slot, _ = one.index.places(*one.keys(3))[0]
+    file.append(FrameKind.REMOVED, segment.name, [(one.keys(3), [slot], [0])])
+    assert path.stat().st_ino == inode
+    two.follow()
+    two.follow()
+    assert two.present(*range(8)) == [0, 4, 6, 7]
 
 
 def test_a_segment_that_another_process_removed_is_forgotten(instance: Open) -> None:

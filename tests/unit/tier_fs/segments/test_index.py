@@ -238,6 +238,21 @@ def test_what_comes_in_during_the_search_is_found() -> None:
     assert index.locate(key_of(2)) == (other, 0, 7)
 
 
+def test_what_comes_in_while_as_much_leaves_is_found() -> None:
+    """The search of another thread has found as many blocks as there are, but not the same."""
+    index, segment, other = BlockIndex(), segment_of(1), segment_of(2)
+    listener = Listener(index)
+    index.put(segment, keys_of(1, 2), [0, 1], [0, 0])
+    index.post_drop(segment)
+    segment.gone = False
+    index.put(other, keys_of(1), [0], [0])
+    index.put(segment, keys_of(3), [2], [0])
+    segment.gone = True
+    index.apply_all()
+    assert listener.present == set(index.keys()) == {*keys_of(1)}
+    assert len(index) == 1
+
+
 def test_nothing_is_put_into_a_segment_that_is_gone() -> None:
     """The report of a store may come after the segment has gone again."""
     index, segment = BlockIndex(), segment_of(1)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kv_tier_fs._beneath import open_beneath
 from kv_tier_fs.segments._leftovers import reclaim_leftovers
 from kv_tier_fs.segments._segment_file import SEALED_MODE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     Open = Callable[..., Any]
 
@@ -142,6 +146,33 @@ def test_a_folder_without_a_lock_is_a_dead_writer_s(instance: Open) -> None:
     folder.mkdir()
     assert reclaim(one) == 1
     assert not folder.exists()
+
+
+def test_a_file_that_was_sealed_already_is_not_opened_for_writing(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer died between its two files: only the superuser may write to one of mode 0400."""
+    dead, one = instance(num_slots=64), instance()
+    assert dead.store(1, 2, 3) == {}
+    dead.die()
+    payloads = dead.own.path / "00000001.seg"
+    os.truncate(payloads, 3 * BLOCK)
+    payloads.chmod(SEALED_MODE)
+
+    def as_a_user(root: Path, path: Path, flags: int, mode: int = 0) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY and not path.stat().st_mode & stat.S_IWUSR:
+            raise PermissionError(errno.EACCES, "read-only", str(path))
+        return open_beneath(root, path, flags, mode)
+
+    monkeypatch.setattr("kv_tier_fs.segments._leftovers.open_beneath", as_a_user)
+    assert reclaim(one) == 1
+    assert reclaim(one) == 0
+    payloads.with_suffix(".idx").chmod(0o600)
+    os.truncate(payloads, 9 * BLOCK)
+    assert reclaim(one) == 1
+    assert payloads.stat().st_size == 3 * BLOCK
+    one.follow()
+    assert one.load(1, 2, 3) == [1, 2, 3]
 
 
 def test_what_is_no_folder_of_a_writer_is_not_touched(instance: Open) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -97,6 +98,54 @@ def test_a_file_that_was_removed_makes_nobody_alone(join: Join, tmp_path: Path) 
     assert not is_alone(one)
     join()
     assert not is_alone(one)
+
+
+def test_joining_again_does_not_let_others_in(join: Join, tmp_path: Path) -> None:
+    """A follower that joins before its look waits for the thread that is alone."""
+    one = join()
+    late = Membership(tmp_path, tmp_path)
+    joined = threading.Event()
+
+    def follow() -> None:
+        assert one.join(1)
+        joined.set()
+
+    follower = threading.Thread(target=follow)
+    with one.alone(1) as alone:
+        assert alone
+        follower.start()
+        assert not joined.wait(0.05)
+        assert not late.join(0)
+    assert joined.wait(20)
+    follower.join()
+    assert late.join(1)
+    late.leave()
+
+
+def test_a_member_of_a_file_that_was_removed_joins_the_new_one(join: Join, tmp_path: Path) -> None:
+    """Otherwise somebody who comes later would be alone, and write over what it reads."""
+    reader = join()
+    (tmp_path / MEMBERS_LOCK_NAME).unlink()
+    writer = join()
+    assert is_alone(writer)
+    assert reader.join(1, create=False)
+    assert not is_alone(writer)
+
+
+def test_a_member_outlives_its_folder(tmp_path: Path) -> None:
+    """What it knows of the folder is still to be taken back, which a look does."""
+    folder = tmp_path / "namespace"
+    folder.mkdir()
+    member = Membership(tmp_path, folder)
+    assert member.join(1)
+    (folder / MEMBERS_LOCK_NAME).unlink()
+    folder.rmdir()
+    assert member.join(1)
+    assert member.join(1, create=False)
+    folder.mkdir()
+    assert member.join(1)
+    assert is_alone(member)
+    member.leave()
 
 
 def test_who_has_not_joined_is_not_alone(tmp_path: Path) -> None:

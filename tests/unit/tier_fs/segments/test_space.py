@@ -458,3 +458,37 @@ def test_a_namespace_that_nobody_has_used_for_long_goes(instance: Open) -> None:
     assert not old.folder.path.parent.exists()
     assert (alive.own.path / "00000001.seg").exists()
     assert (young.own.path / "00000001.seg").exists()
+
+
+def test_a_namespace_goes_with_what_its_writers_had_not_finished(instance: Open) -> None:
+    """Writers that died at the opening, or while they made their index of removals anew."""
+    first, second = (
+        instance(namespace=example_namespace(BLOCK, revision="other")) for _ in range(2)
+    )
+    for dead, name in ((first, "00000000.new"), (second, "probe")):
+        fill(dead, 0, 1)
+        dead.die()
+        (dead.own.path / name).touch()
+    folder = first.folder.path
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (1000, 1000))
+    one = instance(namespace_ttl_s=500)
+    one.space.tidy()
+    assert not folder.parent.exists()
+
+
+def test_what_was_not_reported_yet_stays(instance: Open) -> None:
+    """It would be gone by the time when its store is reported as a success."""
+    one = instance(capacity_bytes=2 * SEGMENT)
+    keys = one.keys(*range(12))
+    memory = memoryview(bytearray(12 * BLOCK))
+    views = [memory[start : start + BLOCK] for start in range(0, 12 * BLOCK, BLOCK)]
+    stored, failures = one.writer.store(keys, views)
+    assert sorted(failures) == list(range(8, 12))
+    assert all(isinstance(error, BlockDeclinedError) for error in failures.values())
+    for part in stored:
+        chosen = keys[part.start : part.start + len(part.slots)]
+        one.index.put(part.segment, chosen, part.slots, part.checksums)
+    assert one.present(*range(12)) == list(range(8))
+    assert one.store(8, 9, 10, 11) == {}
+    assert one.present(*range(12)) == list(range(4, 12))

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, final
 
 import pytest
 
+from kv_core.contract import OffloadKey
 from kv_core.errors import BlockDamagedError, BlockDeclinedError, BlockMissingError
 from kv_core.tierkit.testing import block_bytes_of, example_key
 from kv_tier_fs.segments import _segment_file
 from kv_tier_fs.segments._direct import DirectIO
 from kv_tier_fs.segments._format import HEADER_BYTES, FrameKind, IndexHeader, decode_frames
+from kv_tier_fs.segments._index_reader import IndexReader
 from kv_tier_fs.segments._reader import SegmentFiles, SegmentReader, count_runs
 from kv_tier_fs.segments._segment import Segments
 from kv_tier_fs.segments._writer import SegmentWriter, WriterPlace, slots_per_segment
@@ -24,7 +26,6 @@ from kv_tier_fs.segments._writer import SegmentWriter, WriterPlace, slots_per_se
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kv_core.contract import OffloadKey
     from kv_tier_fs.segments._format import Frame
     from kv_tier_fs.segments._index import Place
     from kv_tier_fs.segments._segment import Segment
@@ -440,6 +441,34 @@ def test_a_failed_append_is_overwritten(
     bench.store(many_keys[3:5])
     published = [frame.split_keys() for frame in bench.frames("00000001.idx")]
     assert published == [many_keys[:1], many_keys[3:5]]
+
+
+def test_a_failed_append_leaves_no_whole_frame(
+    bench: Bench, many_keys: list[OffloadKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process would believe the first of two, and miss all that is written in its place."""
+    bench.store(many_keys[:1])
+    index = bench.folder / "00000001.idx"
+    follower = IndexReader(bench.folder, index)
+    follower.read()
+    size = index.stat().st_size
+    short, long = many_keys[1], OffloadKey(many_keys[2] + b"longer")
+    pwrite = os.pwrite
+    calls = iter(range(2))
+
+    def fill_up(descriptor: int, data: bytes, offset: int) -> int:
+        if next(calls):
+            raise OSError(errno.ENOSPC, "injected")
+        return pwrite(descriptor, data[:-50], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fill_up)
+        stored, failures = bench.store([short, long])
+    assert (stored, sorted(failures)) == ([], [0, 1])
+    assert index.stat().st_size == size
+    assert follower.read() == []
+    bench.store(many_keys[3:6])
+    assert [frame.split_keys() for frame in follower.read()] == [many_keys[3:6]]
 
 
 def test_a_disk_without_room_leaves_nothing(

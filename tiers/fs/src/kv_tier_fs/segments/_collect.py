@@ -119,7 +119,7 @@ class Collector:
         Raises:
             OSError: The folder cannot be used.
         """
-        self._remove_unwanted()
+        self.remove_unwanted()
         self._space.remove_empty()
         if not self._space.is_short:
             return 0
@@ -182,12 +182,20 @@ class Collector:
             copied += len(copies)
         return copied
 
-    def _remove_unwanted(self) -> None:
+    def remove_unwanted(self) -> None:
+        """Write down that copies of blocks do not count that were removed meanwhile.
+
+        On the collector's thread, or after its end.
+
+        Raises:
+            OSError: That could not be written down; it is tried again with the next call.
+        """
         unwanted = self._index.unwanted
         while unwanted:
-            key, segment, slot = unwanted.popleft()
+            key, segment, slot = unwanted[0]
             if not segment.gone:
                 self._writer.remove(segment, [key], [slot])
+            unwanted.popleft()
 
     # -- the thread -----------------------------------------------------------------------------
 

@@ -198,8 +198,10 @@ class Follower:
                     state = (status.st_ino, status.st_size, status.st_mtime)
                     index.sealed = not status.st_mode & stat.S_IWUSR
                     if state != index.state or index.sealed:
-                        if index.state is not None and index.state[0] != status.st_ino:
-                            # An index of removals that was made anew, without what is moot.
+                        is_new = index.state is not None and index.state[0] != status.st_ino
+                        if is_new or status.st_size < index.reader.end:
+                            # An index of removals that was made anew, without what is moot; made
+                            # anew twice since, it may have the inode that it had.
                             index.reader = IndexReader(self._folder.root_dir, index.reader.path)
                         index.found = state
                         yield status.st_mtime, number, index

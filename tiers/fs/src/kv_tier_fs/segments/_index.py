@@ -561,8 +561,9 @@ class BlockIndex:
         self._num_blocks -= segment.live_blocks
         segment.live_blocks = 0
         rows = drop.rows
-        if sum(len(part) for _, part in rows) < self._rows[number]:
-            # Blocks came in after the search.
+        found = sum(np.count_nonzero(np.asarray(t.segments)[part] == number) for t, part in rows)
+        if found < self._rows[number]:
+            # Blocks came in after the search, and others may have left.
             rows = self._rows_in(segment)
         for part in rows:
             if len(part[1]):

@@ -12,6 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 from kv_tier_fs._beneath import open_beneath
+from kv_tier_fs._folders import FILE_MODE
 from kv_tier_fs.segments._file_lock import FileLock
 from kv_tier_fs.segments._folder import LOCK_NAME, remove_writer_folder
 from kv_tier_fs.segments._format import FrameKind
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from kv_tier_fs.segments._listing import FileEntry, Listing
 
-__all__ = ["reclaim_leftovers"]
+__all__ = ["reclaim_leftovers", "remove_unfinished"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,7 @@ def _reclaim_writer(root_dir: Path, layout_folder: Path, folder: Path) -> bool:
         changed = _reclaim_segments(root_dir, listing)
         if REMOVALS_NUMBER in listing.indexes:
             changed |= _reclaim_removals(root_dir, layout_folder, listing)
-        (folder / f"{REMOVALS_NUMBER:08d}{UNFINISHED_SUFFIX}").unlink(missing_ok=True)
-        (folder / PROBE_NAME).unlink(missing_ok=True)
+        remove_unfinished(folder)
         if all(path.name == LOCK_NAME for path in folder.iterdir()):
             remove_writer_folder(folder)
             changed = True
@@ -74,6 +74,16 @@ def _reclaim_writer(root_dir: Path, layout_folder: Path, folder: Path) -> bool:
     finally:
         if lock is not None:
             lock.release()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the files of a dead writer that are there for a moment only.
+
+    Raises:
+        OSError: That cannot be done.
+    """
+    (folder / f"{REMOVALS_NUMBER:08d}{UNFINISHED_SUFFIX}").unlink(missing_ok=True)
+    (folder / PROBE_NAME).unlink(missing_ok=True)
 
 
 def _reclaim_segments(root_dir: Path, listing: Listing) -> bool:
@@ -113,10 +123,16 @@ def _reclaim_segment(root_dir: Path, payload: FileEntry, index: FileEntry | None
 
 
 def _cut(root_dir: Path, path: Path, size_bytes: int) -> None:
-    descriptor = open_beneath(root_dir, path, os.O_RDWR | os.O_NONBLOCK)
+    # The writer may have died after it sealed one of the two files: that one is read-only.
+    descriptor = open_beneath(root_dir, path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if os.fstat(descriptor).st_size > size_bytes:
-            os.ftruncate(descriptor, size_bytes)
+            os.fchmod(descriptor, FILE_MODE)
+            writable = open_beneath(root_dir, path, os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.ftruncate(writable, size_bytes)
+            finally:
+                os.close(writable)
         os.fchmod(descriptor, SEALED_MODE)
     finally:
         os.close(descriptor)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, final
 
 from kv_tier_fs.segments._file_lock import FileLock
 from kv_tier_fs.segments._folder import LOCK_NAME, remove_writer_folder
-from kv_tier_fs.segments._leftovers import reclaim_leftovers
+from kv_tier_fs.segments._leftovers import reclaim_leftovers, remove_unfinished
 from kv_tier_fs.segments._listing import list_writer, list_writers, namespace_folders
 from kv_tier_fs.segments._membership import MEMBERS_LOCK_NAME
 
@@ -132,6 +132,7 @@ def _remove_namespace(root_dir: Path, folder: Path, *, touched_before_s: float) 
         for listing in listings:
             for file in (*listing.indexes.values(), *listing.payloads.values()):
                 file.path.unlink(missing_ok=True)
+            remove_unfinished(listing.folder)
             remove_writer_folder(listing.folder)
     finally:
         for lock in locks:

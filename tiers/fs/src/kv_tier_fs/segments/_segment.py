@@ -3,8 +3,9 @@
 **Who owns what.** :class:`Segments` has a lock and may be called from any thread. Of a
 :class:`Segment`, ``pins``, ``live_blocks``, ``entered_blocks`` and ``number_in_index`` belong to
 the engine's thread, and others may look at them; ``published_blocks`` belongs to whoever writes or
-follows the segment; ``gone`` and ``sealed`` only ever change from
-false to true, and ``used_at`` only grows, so that any thread may set them and none needs a lock.
+follows the segment; ``is_own`` is set before the segment can be sealed; ``gone`` and ``sealed``
+only ever change from false to true, and ``used_at`` only grows, so that any thread may set them and
+none needs a lock.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Segment:
             that we know.
         number_in_index: Where the index has it; :data:`NOT_INDEXED` when it has no block of it.
         used_at: Use counter of the index at the latest use of any of its blocks.
+        is_own: Whether this process writes it.
         touched_s: Time of the last use that its file bears, as far as is known; seconds since the
             epoch.
         sealed: Whether nothing will be added any more.
@@ -70,6 +72,7 @@ class Segment:
     __slots__ = (
         "entered_blocks",
         "gone",
+        "is_own",
         "live_blocks",
         "name",
         "num_slots",
@@ -92,6 +95,7 @@ class Segment:
         self.entered_blocks = 0
         self.number_in_index = NOT_INDEXED
         self.used_at = 0
+        self.is_own = False
         self.touched_s = 0.0
         self.sealed = False
         self.gone = False

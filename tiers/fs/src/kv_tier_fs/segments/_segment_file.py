@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeAlias, final
 
 from kv_tier_fs._beneath import open_beneath, sync_folder
@@ -85,8 +86,8 @@ def _reopen(root: Path, path: Path, flags: int) -> int:
 class IndexFile:
     """An index that is being written.
 
-    Frames go where the last whole one ended: what a failed append has left behind is overwritten
-    by the next.
+    Frames go where the last whole one ended: what a failed append has left behind is cut off, or
+    overwritten by the next where that fails, too.
 
     Args:
         root: Folder below which no symbolic link is followed.
@@ -142,6 +143,17 @@ class IndexFile:
             return False
 
     def _write(self, data: bytes) -> None:
+        try:
+            self._write_behind(data)
+        except OSError:
+            # The first of several frames may be whole, and whoever has read it would look for the
+            # next one behind it.
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self._end)
+            raise
+        self._end += len(data)
+
+    def _write_behind(self, data: bytes) -> None:
         written = 0
         while written < len(data):
             step = os.pwrite(self._descriptor, data[written:], self._end + written)
@@ -150,7 +162,6 @@ class IndexFile:
             written += step
         if self._sync:
             os.fdatasync(self._descriptor)
-        self._end += written
 
     @property
     def size_bytes(self) -> int:

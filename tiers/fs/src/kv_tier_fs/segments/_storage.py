@@ -12,6 +12,7 @@ import itertools
 import logging
 import resource
 from collections import deque
+from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, final
@@ -263,8 +264,9 @@ class SegmentStorage:
 
     def close(self) -> None:
         """Close it, also when it was opened in part. Idempotent."""
-        if self._collector is not None:
-            self._collector.stop(_STOP_TIMEOUT_S)
+        if self._collector is not None and self._collector.stop(_STOP_TIMEOUT_S):
+            with suppress(OSError):
+                self._collector.remove_unwanted()
         if self._follower is not None:
             self._follower.stop(_STOP_TIMEOUT_S)
         if self._writer is not None:

@@ -223,7 +223,8 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
             # It may be intact. To store it once more costs space only, if that can be done.
             pass
         else:
-            return True
+            # Removed after it was read, or right before it was pinned: nobody would find it.
+            return not place[0].gone
         return False
 
     @override

@@ -57,7 +57,8 @@ class Victims:
     Args:
         index: Asked for the uses of blocks, now and when segments are taken.
         candidates: Segments that may go. Those that are not all in the index yet are the
-            youngest; among equals, those that were made first go first.
+            youngest, and stay if they are our own: their stores have not been reported yet. Among
+            equals, those that were made first go first.
     """
 
     def __init__(self, index: BlockIndex, candidates: Iterable[Segment]) -> None:
@@ -71,18 +72,20 @@ class Victims:
             if segment.is_entered and 0 <= number < len(counts):
                 mean = sums[number] / counts[number] if counts[number] else -1.0
                 known.append((mean, segment.name, segment))
-            else:
+            elif not segment.is_own:
                 unknown.append(segment)
         self._known = [segment for _, _, segment in sorted(known, key=itemgetter(0, 1))]
         self._unknown = sorted(unknown, key=attrgetter("name"))
 
     def next(self) -> Segment | None:
         """Take the segment that should go first; ``None`` when there is none left."""
-        self._known = [segment for segment in self._known if not segment.pins]
-        if self._known:
-            victim = min(self._known[:_MEASURED], key=self._recency)
-            self._known.remove(victim)
-            return victim
+        while self._known:
+            self._known = [segment for segment in self._known if not segment.pins]
+            victim = min(self._known[:_MEASURED], key=self._recency, default=None)
+            # The measurement takes a while, in which the engine's thread may have pinned it.
+            if victim is not None and not victim.pins:
+                self._known.remove(victim)
+                return victim
         while self._unknown:
             victim = self._unknown.pop(0)
             if not victim.pins:

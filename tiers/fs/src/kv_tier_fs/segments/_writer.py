@@ -388,6 +388,7 @@ class SegmentWriter:
         with self._room.room(num_slots * place.block_bytes) as reuse:
             self._last_number = number
             segment = self._segments.add(name, path, num_slots)
+            segment.is_own = True
             try:
                 file = PayloadFile(
                     place.root, segment, header, self._direct, sync=place.sync, reuse=reuse
