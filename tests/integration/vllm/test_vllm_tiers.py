@@ -17,6 +17,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+EVERYTHING: Final = os.environ.get("KV_CORE_VLLM_MATRIX") == "1"
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 FOLDER: Final = Path(__file__).parents[3] / "docs" / "conformance"
@@ -27,6 +29,13 @@ NOT_JUDGED: Final = {"error": "not judged"}
 # Their tests start processes, each of which imports vLLM: seconds, and many on a busy machine. The
 # last is also broken when such a process takes long to end.
 IN_PROCESSES: Final = ("NS-2", "PERS-2", "PERS-3", "SHARE-1", "SHARE-2", "DATA-9", "LIFE-2")
+
+# What is judged unless everything is asked for, which takes minutes: both outcomes, and no clause
+# whose tests wait for deadlines that the tier has not got.
+SLICE: Final = (
+    *("LOOK-6", "LOOK-7", "LOOK-9", "JOB-1", "JOB-4", "JOB-9", "ZC-1", "LIFE-1", "LIFE-5"),
+    *("REQ-2", "CONF-1", "CONF-3", "NS-1", "UNDECLARED-EVENTS", "UNDECLARED-DELETE"),
+)
 
 # The random model test, one of DATA-1, blames one or the other for the same thing.
 BY_CHANCE: Final = "LOOK-3"
@@ -70,14 +79,21 @@ def outcomes(
 
 def test_the_file_system_tier_does_what_is_published(vllm_python: Path, tmp_path: Path) -> None:
     """Each clause has the outcome that the table of the page says."""
-    usual = dict(outcomes(vllm_python, tmp_path / "usual", "fs", scale=1))
-    slow = dict(outcomes(vllm_python, tmp_path / "slow", "fs", scale=10, clauses=IN_PROCESSES))
-    found = usual | {clause: slow[clause] for clause in IN_PROCESSES}
-    assert found[BY_CHANCE] in ("passed", "failed")
-    found[BY_CHANCE] = published("fs")[BY_CHANCE]
-    assert found == {
+    expected = {
         clause: outcome for clause, outcome in published("fs").items() if outcome != "declared"
     }
+    if EVERYTHING:
+        found = dict(outcomes(vllm_python, tmp_path / "usual", "fs", scale=1))
+        slow = dict(outcomes(vllm_python, tmp_path / "slow", "fs", scale=10, clauses=IN_PROCESSES))
+        found |= {clause: slow[clause] for clause in IN_PROCESSES}
+        assert found[BY_CHANCE] in ("passed", "failed")
+        found[BY_CHANCE] = expected[BY_CHANCE]
+    else:
+        judged = dict(outcomes(vllm_python, tmp_path / "slice", "fs", scale=1, clauses=SLICE))
+        # A test of one clause may see another broken.
+        found = {clause: judged[clause] for clause in SLICE}
+        expected = {clause: expected[clause] for clause in SLICE}
+    assert found == expected
 
 
 def test_the_example_tier_does_what_is_published(vllm_python: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from typing_extensions import override
 
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from kv_tier_fs.files._writers import Writer
 
 __all__ = ["FsTier"]
+
+
+_FOLDER_BYTES: Final = 4096
 
 
 @final
@@ -94,7 +97,9 @@ class FsTier(ThreadedTier):
         path = self._layout.block_path(key)
         if key not in self._distrusted and self._is_valid(path, key):
             return 0
-        self._space.take(self._files.file_bytes)
+        # The file may be the first of two folders. To count what is not taken costs one look at
+        # the file system more, not to count what is would go below the floor.
+        self._space.take(self._files.file_bytes + 2 * _FOLDER_BYTES)
         writer = self._writer_now()
         try:
             self._publish(writer, path, key, data)
