@@ -334,6 +334,22 @@ def test_the_next_segment_is_made_ahead(
     assert (bench.created, len(bench.frames("00000002.idx"))) == (2, 1)
 
 
+def test_a_segment_made_ahead_that_was_removed_is_not_used(
+    make_bench: Callable[..., Bench], many_keys: list[OffloadKey]
+) -> None:
+    """Somebody has emptied the folder: the next store makes a new one, and does not fail."""
+    bench = make_bench(1 << 20, 8)
+    bench.store(many_keys[:5])
+    (task,) = bench.tasks
+    task()
+    for path in bench.folder.iterdir():
+        path.unlink()
+    (place,) = bench.places(many_keys[5:6])
+    assert place[0].name.number == 3
+    assert place[0] in bench.segments.snapshot()
+    assert bench.load([place], many_keys[5:6]) == ([True], {})
+
+
 @pytest.mark.parametrize(
     ("bound_bytes", "expected"),
     [(None, 64), (1 << 40, 64), (32 << 22, 1), (64 << 22, 2), (1000, 1), (0, 1)],

@@ -266,10 +266,14 @@ class PayloadFile:
             OSError: None of it is findable.
         """
         self._index.append(FrameKind.STORED, self.segment.name, batches)
-        if self._index.is_removed():
+        if self.is_removed():
             raise FileNotFoundError(
                 errno.ENOENT, "somebody has removed the segment", str(self.segment.path)
             )
+
+    def is_removed(self) -> bool:
+        """Say whether somebody has removed the segment: what is written to it is lost."""
+        return self._index.is_removed()
 
     def seal(self, used_slots: int) -> None:
         """Give back the space that was not used, and close. Nothing may be in flight.

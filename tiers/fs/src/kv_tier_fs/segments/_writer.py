@@ -302,7 +302,7 @@ class SegmentWriter:
             with self._creating:
                 if self._current is not current:
                     continue
-                file, self._spare = self._spare or self._create(), None
+                file = self._take_spare() or self._create()
                 with self._lock:
                     self._current = _Filling(file)
                     self._spare_wanted = False
@@ -325,6 +325,15 @@ class SegmentWriter:
                 except (BlockDeclinedError, OSError) as error:
                     # Whoever needs it tries again, and reports what comes of it.
                     logger.debug("no segment could be made ahead: %s", error)
+
+    def _take_spare(self) -> PayloadFile | None:
+        """Return the segment that was made ahead, if it is still there. ``_creating`` held."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.is_removed():
+            self._segments.discard(spare.segment)
+            spare.remove()
+            return None
+        return spare
 
     def _take_in(self, filling: _Filling, wanted: int) -> range:
         start = filling.next_slot
