@@ -13,9 +13,9 @@ import pytest
 
 from kv_core.contract import OffloadKey
 from kv_tier_fs.segments._file_lock import FileLock
+from kv_tier_fs.segments._format import index_bytes
 from kv_tier_fs.segments._index import BlockIndex
 from kv_tier_fs.segments._segment import Segment, SegmentName
-from kv_tier_fs.segments._space import index_bytes
 from kv_tier_fs.segments._use_times import UseTimes
 from kv_tier_fs.segments._victims import Victims, loss_recency, worth_copying
 from kv_tier_fs.segments._watch import is_local

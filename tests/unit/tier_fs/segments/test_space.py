@@ -11,7 +11,7 @@ import pytest
 
 from kv_core.errors import BlockDeclinedError, ConfigError
 from kv_core.tierkit.testing import block_bytes_of, example_namespace
-from kv_tier_fs.segments._space import index_bytes
+from kv_tier_fs.segments._format import index_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -431,6 +431,23 @@ def test_the_whole_root_is_bounded(instance: Open) -> None:
     other.follow()
     assert other.present(*range(12)) == [8, 9, 10, 11]
     assert one.present(*range(100, 112)) == list(range(100, 112))
+
+
+def test_indexes_of_other_namespaces_count_as_long_as_they_will_be(instance: Open) -> None:
+    """The root stays bounded while segments of other namespaces are filled, block by block."""
+    whole = 64 * BLOCK + index_bytes(64)
+    other = instance(
+        num_slots=64,
+        namespace=example_namespace(BLOCK, model="other", model_fingerprint="f" * 64),
+    )
+    assert other.store(0) == {}
+    one = instance(num_slots=64, root_capacity_bytes=2 * whole - 1)
+    assert isinstance(one.store(0)[0], BlockDeclinedError)
+    one = instance(num_slots=64, root_capacity_bytes=2 * whole)
+    for number in range(1, 64):
+        assert one.store(number) == {}
+        assert other.store(number) == {}
+    assert one.disk_bytes() <= 2 * whole
 
 
 def test_a_namespace_that_nobody_has_used_for_long_goes(instance: Open) -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "checksum_of_pieces",
     "decode_frames",
     "encode_frames",
+    "index_bytes",
     "payload_checksum",
 ]
 
@@ -59,12 +60,22 @@ _FRAME: Final = struct.Struct("<IIIIII16sQ")
 _BLOCK_BYTES: Final = 4 + 8
 _MOST_BLOCKS: Final = 1 << 24
 
+# What a block takes in an index, at most as a rule: a frame of its own, with a key of 64 bytes.
+_MOST_BYTES_PER_BLOCK: Final = _FRAME.size + _BLOCK_BYTES + 64 + _CHECKSUM.size
+_PAGE_BYTES: Final = 4096
+
 WriterId = bytes
 """Sixteen random bytes. The folder of a writer bears their hex digits as its name."""
 
 
 class IndexFormatError(ValueError):
     """The beginning of a file is not the header of an index that this version reads."""
+
+
+def index_bytes(num_slots: int) -> int:
+    """Return how long the index of a segment may become, in whole pages."""
+    size = HEADER_BYTES + num_slots * _MOST_BYTES_PER_BLOCK
+    return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 
 @final

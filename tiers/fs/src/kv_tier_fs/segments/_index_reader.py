@@ -14,7 +14,22 @@ if TYPE_CHECKING:
 
     from kv_tier_fs.segments._format import Frame
 
-__all__ = ["IndexReader"]
+__all__ = ["IndexReader", "read_header"]
+
+
+def read_header(root_dir: Path, path: Path) -> IndexHeader | None:
+    """Return what an index is of; ``None`` when it has no header that this version reads.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    descriptor = open_beneath(root_dir, path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return IndexHeader.decode(os.pread(descriptor, HEADER_BYTES, 0))
+    except IndexFormatError:
+        return None
+    finally:
+        os.close(descriptor)
 
 
 @final

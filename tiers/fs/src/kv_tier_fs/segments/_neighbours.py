@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, final
 
 from kv_tier_fs.segments._file_lock import FileLock
 from kv_tier_fs.segments._folder import LOCK_NAME, remove_writer_folder
+from kv_tier_fs.segments._format import index_bytes
+from kv_tier_fs.segments._index_reader import read_header
 from kv_tier_fs.segments._leftovers import reclaim_leftovers, remove_unfinished
 from kv_tier_fs.segments._listing import list_writer, list_writers, namespace_folders
 from kv_tier_fs.segments._membership import MEMBERS_LOCK_NAME
@@ -51,8 +53,20 @@ class Neighbours:
                 yield list_writer(writer)
 
     def used_bytes(self) -> int:
-        """Return what they take."""
-        return sum(listing.size_bytes for listing in self._listings())
+        """Return what they take, with what the indexes may yet grow to that are being written."""
+        used_bytes = 0
+        for listing in self._listings():
+            used_bytes += listing.size_bytes
+            for _, payload, index in listing.segments():
+                if not payload.sealed:
+                    used_bytes += self._growth_bytes(index)
+        return used_bytes
+
+    def _growth_bytes(self, index: FileEntry) -> int:
+        header = None
+        with suppress(OSError):
+            header = read_header(self._root_dir, index.path)
+        return 0 if header is None else max(0, index_bytes(header.num_slots) - index.size_bytes)
 
     def remove_oldest(self, missing_bytes: int, younger_than_s: float) -> int:
         """Remove segments, those that were touched least recently first.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_core.errors import BlockDeclinedError, ConfigError
 from kv_core.units import format_bytes
-from kv_tier_fs.segments._format import HEADER_BYTES
+from kv_tier_fs.segments._format import index_bytes
 from kv_tier_fs.segments._leftovers import reclaim_leftovers
 from kv_tier_fs.segments._listing import list_writer, list_writers
 from kv_tier_fs.segments._neighbours import Neighbours
@@ -39,12 +39,10 @@ if TYPE_CHECKING:
     from kv_tier_fs.segments._membership import Membership
     from kv_tier_fs.segments._segment import Segment, Segments
 
-__all__ = ["Limits", "Space", "index_bytes"]
+__all__ = ["Limits", "Space"]
 
 logger = logging.getLogger(__name__)
 
-# What a block takes in an index, at most as a rule: a frame of its own, with a key of 64 bytes.
-_INDEX_BYTES_PER_BLOCK: Final = 128
 _PAGE_BYTES: Final = 4096
 # How often to look for dead writers while room is short, and in any case.
 _RECLAIM_EVERY_S: Final = 10.0
@@ -52,12 +50,6 @@ _TIDY_EVERY_S: Final = 600.0
 # How much longer than a measurement has taken until the next: a folder with thousands of segments
 # is looked at less often.
 _MEASURE_SHARE: Final = 50
-
-
-def index_bytes(num_slots: int) -> int:
-    """Return how long the index of a segment may become."""
-    size = HEADER_BYTES + num_slots * _INDEX_BYTES_PER_BLOCK
-    return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 
 @final
