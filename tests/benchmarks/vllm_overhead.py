@@ -81,9 +81,9 @@ class Bench:
                 for engine in (plain, ours):
                     engine.generate(prompts, max_tokens=tokens)
                     engine.settle()
-                cached = ours.generate(prompts, max_tokens=tokens).cached
-                if min(cached) < 224:
-                    raise SystemExit(f"the prompts are not hot: {cached}")
+                    cached = engine.generate(prompts, max_tokens=tokens).cached
+                    if min(cached) < 224:
+                        raise SystemExit(f"the prompts are not hot: {cached}")
                 for pair in range(pairs // starts):
                     # Whoever goes first has the machine as the other left it.
                     for engine in (plain, ours) if (start + pair) % 2 == 0 else (ours, plain):
