@@ -280,6 +280,28 @@ def test_the_thread_collects_when_it_is_woken(
     assert one.collector.copied_blocks == 2
 
 
+def test_the_thread_is_not_idle_while_it_collects(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the last collection has ended in the middle of the wake-up."""
+    one = instance()
+    idle: list[bool] = []
+    done = threading.Event()
+
+    def note() -> int:
+        idle.append(one.collector._idle.is_set())
+        done.set()
+        return 0
+
+    monkeypatch.setattr(one.collector, "collect", note)
+    one.collector._due.set()
+    assert one.collector._idle.is_set()
+    one.collector.start("kv-test-collect")
+    assert done.wait(20)
+    assert one.collector.stop(20)
+    assert idle == [False]
+
+
 def test_who_needs_room_waits_for_the_copies(
     instance: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

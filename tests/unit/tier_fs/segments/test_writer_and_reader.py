@@ -378,6 +378,25 @@ def test_removals_are_written_to_an_index_of_their_own(
 # -- what goes wrong ------------------------------------------------------------------------------
 
 
+def test_a_new_index_of_removals_is_synced_with_its_name(
+    make_bench: Callable[..., Bench],
+    many_keys: list[OffloadKey],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is appended to it is lost with its name otherwise."""
+    bench = make_bench(sync=True)
+    (place,) = bench.places(many_keys[:1])
+    named: list[list[str]] = []
+    monkeypatch.setattr(
+        _segment_file,
+        "sync_folder",
+        lambda _, folder: named.append(sorted(path.name for path in folder.glob("00000000.*"))),
+    )
+    monkeypatch.setattr(bench.writer._removals, "_compact_at_bytes", 1)
+    bench.writer.remove(place[0], many_keys[:1], [place[1]])
+    assert named == [["00000000.idx"], ["00000000.idx", "00000000.new"], ["00000000.idx"]]
+
+
 def test_without_room_blocks_are_declined(bench: Bench, many_keys: list[OffloadKey]) -> None:
     """What still fits the current segment is stored, the rest is declined; later it fits."""
     bench.store(many_keys[:6])

@@ -227,6 +227,8 @@ class Collector:
     def _run(self) -> None:
         while True:
             self._due.wait()
+            # The end of the last collection may have set it after this one became due.
+            self._idle.clear()
             self._due.clear()
             if self._stopping:
                 self._idle.set()

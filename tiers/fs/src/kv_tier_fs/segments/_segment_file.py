@@ -100,6 +100,7 @@ class IndexFile:
     """
 
     def __init__(self, root: Path, path: Path, header: IndexHeader, *, sync: bool) -> None:
+        self._root = root
         self._path = path
         self._seed = header.seed
         self._sync = sync
@@ -176,6 +177,10 @@ class IndexFile:
         """
         self._path.rename(path)
         self._path = path
+        if self._sync:
+            with suppress(OSError):
+                # It has its new name by now: an error would say that it has not.
+                sync_folder(self._root, path.parent)
 
     def seal(self) -> None:
         """Drop what is behind the last whole frame, and close."""
