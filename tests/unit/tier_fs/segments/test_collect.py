@@ -234,8 +234,8 @@ def test_a_removal_that_cannot_be_written_down_is_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(one.writer, "remove", fail)
-        with pytest.raises(OSError, match="No space"):
-            one.collector.collect()
+        one.collector.collect()
+        assert len(one.index.unwanted) == 1
     one.collector.collect()
     assert not one.index.unwanted
     two = instance()

@@ -147,6 +147,27 @@ def test_removals_that_cannot_be_made_anew_stay_as_they_are(
     assert "cannot be made anew" in caplog.text
 
 
+def test_removals_are_not_written_to_a_file_that_was_removed(instance: Open) -> None:
+    """Nobody would read them. Without their folder they fail, to be tried again in another one."""
+    one, two = instance(), instance()
+    assert one.store(*range(4)) == {}
+    two.follow()
+    places = {number: two.index.places(*two.keys(number))[0] for number in (0, 1, 2)}
+
+    def remove(number: int) -> None:
+        two.writer.remove(places[number][0], two.keys(number), [places[number][1]])
+
+    remove(0)
+    (two.own.path / "00000000.idx").unlink()
+    remove(1)
+    one.follow()
+    one.follow()
+    assert one.present(*range(4)) == [0, 2, 3]
+    shutil.rmtree(two.own.path)
+    with pytest.raises(FileNotFoundError):
+        remove(2)
+
+
 def test_removals_that_were_made_anew_at_the_same_inode_are_read_anew(instance: Open) -> None:
     """File systems give the inode of a removed file to the next one."""
     one, two = instance(), instance()

@@ -16,6 +16,7 @@ import logging
 import mmap
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from kv_tier_fs.segments._file_lock import FileLock
@@ -119,7 +120,9 @@ class Collector:
         Raises:
             OSError: The folder cannot be used.
         """
-        self.remove_unwanted()
+        with suppress(OSError):
+            # Tried again with the next collection, and nothing here waits for it.
+            self.remove_unwanted()
         self._space.remove_empty()
         if not self._space.is_short:
             return 0

@@ -58,6 +58,9 @@ class RemovalIndex:
         Raises:
             OSError: That could not be written down.
         """
+        if self._file is not None and self._file.is_removed():
+            # With its folder perhaps, in which case there will be another one.
+            self.close()
         if self._file is None:
             self._file = self._make(self._path)
         self._file.append(FrameKind.REMOVED, name, [(keys, slots, [_NO_CHECKSUM] * len(keys))])
