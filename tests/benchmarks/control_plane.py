@@ -458,6 +458,7 @@ def engine_mode_side(vllm: Side) -> Side:
             shutdown=manager.shutdown,
             engine_reset=EngineReset.CACHE,
             flush_steps=1,
+            has_windows=False,
             level_types=dict.fromkeys(names, kind),
         )
 

@@ -207,6 +207,7 @@ class PageSpec:
     num_kv_heads: int = 2
     dtype: str = "float32"
     page_size_bytes: int = WORKER_BYTES
+    sliding_window: int | None = None
 
 
 class VllmConfig(SimpleNamespace):

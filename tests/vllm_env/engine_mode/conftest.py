@@ -100,9 +100,9 @@ class Engine:
         """End a request."""
         self.manager.on_request_finished(self._requests.pop(req_id))
 
-    def end_step(self, *new_req_ids: str) -> None:
+    def end_step(self, *new_req_ids: str, preempted: Sequence[str] = ()) -> None:
         """End a step of the scheduler."""
-        self.manager.on_schedule_end(base.ScheduleEndContext(new_req_ids, ()))
+        self.manager.on_schedule_end(base.ScheduleEndContext(new_req_ids, preempted))
 
     def ask(self, req_id: str, *keys: OffloadKey) -> list[str]:
         """Look keys up; return vLLM's answers as words."""
@@ -207,7 +207,14 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     shm_dir = tmp_path / "shm"
     shm_dir.mkdir()
 
-    def make(*, slots: int = 8, ranks: int = 1, events: bool = False, **settings: Any) -> Engine:
+    def make(
+        *,
+        slots: int = 8,
+        ranks: int = 1,
+        events: bool = False,
+        window: int | None = None,
+        **settings: Any,
+    ) -> Engine:
         row_bytes = ROW_BYTES if ranks == 1 else 12288
         extra = {
             "spec_name": "KVCoreOffloadingSpec",
@@ -217,7 +224,8 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
         }
         vllm_config = make_vllm_config(model)
         vllm_config.parallel_config = SimpleNamespace(nnodes_within_dp=1)
-        kv_cache_config = KVCacheConfig(kv_cache_groups=[SimpleNamespace(kv_cache_spec=PageSpec())])
+        page = PageSpec(sliding_window=window)
+        kv_cache_config = KVCacheConfig(kv_cache_groups=[SimpleNamespace(kv_cache_spec=page)])
         config = make_offloading_config(extra, events=events)
         engines.append(Engine(config, vllm_config, kv_cache_config, ranks=ranks))
         return engines[-1]

@@ -287,6 +287,26 @@ def test_new_weights_make_everything_unreachable(
         engine.end_request("b")
 
 
+@pytest.mark.parametrize(
+    ("settings", "stored"),
+    [({}, True), ({"window": 64}, False), ({"engine_reset": "epoch"}, False)],
+    ids=str,
+)
+def test_what_a_request_had_before_a_reset_is_not_stored_where_it_may_be_wrong(
+    start: Callable[..., Engine], keys: list[OffloadKey], settings: dict[str, Any], stored: bool
+) -> None:
+    """VLLM offers all of it again: also what has left a window, and what is of old weights."""
+    engine = start(**settings)
+    engine.store("a", keys[0])
+    engine.request("waits")
+    engine.end_step("a")
+    engine.manager.reset_cache()
+    assert engine.store("a", *keys[:2]) == (keys[:2] if stored else [])
+    assert engine.store("waits", keys[2]) == [keys[2]]
+    engine.end_step(preempted=["a"])
+    assert engine.store("a", keys[3]) == [keys[3]]
+
+
 # -- observation --------------------------------------------------------------------------------
 
 

@@ -9,6 +9,9 @@ vLLM's connector differs from what our manager was written for in these ways:
 * Before 0.33 it does not say that pre-reset copies have ended. It hands the workers, with the next
   step, all jobs to wait for, and so it is concluded here: from the end of any job that was made
   after the reset, or from so many steps that the workers must have carried that one out.
+* After a reset it offers all blocks of running requests once more. Those of before that have left a
+  sliding window may belong to other requests by then, and after an update of the weights all are of
+  the old ones. So requests that had blocks then are not stored from, where one of the two may be.
 * Its cursor moves past every block of a batch that was not declined as a whole. Our manager
   declines whole batches, and takes the leading part only of those that could never fit.
 """
@@ -61,6 +64,7 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
         shutdown: Callable[[], None],
         engine_reset: EngineReset,
         flush_steps: int,
+        has_windows: bool,
         level_types: Mapping[str, str],
     ) -> None:
         """Take over a manager.
@@ -73,6 +77,7 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
             engine_reset: What vLLM's reset of the connector's cache means.
             flush_steps: Ends of steps after a reset, the first one included, by which the workers
                 have carried out the first step.
+            has_windows: Whether a group of layers forgets blocks while a request runs.
             level_types: Types of the tiers by their names.
         """
         self._manager = manager
@@ -91,6 +96,10 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
         # Ends of steps until pre-reset copies have ended for certain; 0 when there are none.
         self._steps_to_flush = 0
         self._epoch = 0
+        # Live requests that have blocks on the GPU, and those whose blocks are not to be stored.
+        self._has_windows = has_windows
+        self._started: set[str] = set()
+        self._outdated: set[str] = set()
 
     # -- loads ----------------------------------------------------------------------------------
 
@@ -139,7 +148,8 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: _compat.ReqContext
     ) -> _compat.PrepareStoreOutput | None:
-        output = self._manager.prepare_store(tuple(keys), self._context(req_context))
+        offered = () if req_context.req_id in self._outdated else tuple(keys)
+        output = self._manager.prepare_store(offered, self._context(req_context))
         if output is None:
             return None
         if output.keys_to_store:
@@ -190,12 +200,18 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
     def on_request_finished(self, req_context: _compat.ReqContext) -> None:
         self._manager.on_request_finished(self._context(req_context))
         self._contexts.pop(req_context.req_id, None)
+        self._started.discard(req_context.req_id)
+        self._outdated.discard(req_context.req_id)
 
     @override
     def on_schedule_end(self, context: _compat.ScheduleEndContext) -> None:
         self._manager.on_schedule_end(
             ScheduleEndContext(frozenset(context.new_req_ids), frozenset(context.preempted_req_ids))
         )
+        self._started.update(context.new_req_ids)
+        if self._outdated:
+            # They begin anew.
+            self._outdated.difference_update(context.preempted_req_ids)
         if self._steps_to_flush > 1:
             self._steps_to_flush -= 1
         else:
@@ -219,6 +235,8 @@ class KVCoreOffloadingManager(_compat.OffloadingManager):  # type: ignore[misc] 
             self._steps_to_flush = self._flush_steps
         else:
             self._manager.on_reset_flushed()
+        if self._has_windows or self._engine_reset is EngineReset.EPOCH:
+            self._outdated |= self._started.union(self._loads).intersection(self._contexts)
         # vLLM reports none of them any more.
         self._loads.clear()
         self._stores_in_flight = 0

@@ -117,8 +117,15 @@ class KVCoreOffloadingSpec(_compat.OffloadingSpec):  # type: ignore[misc]  # vLL
             shutdown=shutdown,
             engine_reset=self._settings.engine_reset,
             flush_steps=1 + self.config.parallel.pp_size + _SPARE_BATCHES,
+            has_windows=self._has_windows(),
             level_types={tier.name: tier.type for tier in tiers},
         )
+
+    def _has_windows(self) -> bool:
+        """Say whether layers may forget blocks of a request that runs."""
+        groups = self._engine_config.namespace.groups
+        # vLLM makes several groups of a model where some keep less than others.
+        return len(groups) > 1 or groups[0].sliding_window is not None
 
     @override
     def get_worker(self, kv_caches: Any) -> KVCoreOffloadingWorker:
