@@ -103,6 +103,23 @@ def test_what_is_present_is_not_written_again(
     assert _files(tmp_path, "00000001.idx")[0].stat().st_size == before
 
 
+def test_what_is_about_to_be_removed_does_not_count(drive: Drive, keys: list[OffloadKey]) -> None:
+    """A store writes it anew, and a load does not touch bytes that may be written over."""
+    driver = drive()
+    assert driver.store(keys[:2]).success
+    index = driver.tier._index  # type: ignore[attr-defined]
+    segment, slot, _ = index.places(keys[0])[0]
+    segment.leaving = True
+    result = driver.load(keys[:2])
+    assert result.error is not None
+    assert result.error.kind is JobErrorKind.MISSING
+    assert driver.store(keys[:1]).success
+    segment.leaving = False
+    assert [place[1] for place in index.places(keys[0])] == [2, slot]
+    assert driver.load(keys[:2]).success
+    assert segment.pins == 0
+
+
 def test_a_store_repairs_what_is_damaged(
     drive: Drive, keys: list[OffloadKey], tmp_path: Path
 ) -> None:

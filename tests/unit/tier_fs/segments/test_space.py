@@ -12,6 +12,7 @@ import pytest
 from kv_core.errors import BlockDeclinedError, ConfigError
 from kv_core.tierkit.testing import block_bytes_of, example_namespace
 from kv_tier_fs.segments._format import index_bytes
+from kv_tier_fs.segments._victims import Victims
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,6 +123,27 @@ def test_a_segment_that_is_being_loaded_from_stays(instance: Open) -> None:
     pinned.pins -= 1
     fill(one, 200, 3)
     assert one.present(*range(12)) == []
+
+
+def test_a_segment_that_is_pinned_after_it_was_chosen_stays(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one goes in its place."""
+    one = instance(capacity_bytes=4 * SEGMENT)
+    fill(one, 0, 4)
+    chosen = one.index.places(*one.keys(0))[0][0]
+    choose = Victims.next
+
+    def pin_afterwards(self: Victims) -> Any:
+        victim = choose(self)
+        chosen.pins = 1
+        return victim
+
+    monkeypatch.setattr(Victims, "next", pin_afterwards)
+    fill(one, 100, 1)
+    assert (chosen.gone, chosen.leaving) == (False, False)
+    assert one.load(*range(8)) == [0, 1, 2, 3]
+    assert one.disk_bytes() <= 4 * SEGMENT
 
 
 def test_the_index_goes_before_the_payloads(

@@ -3,9 +3,9 @@
 **Who owns what.** :class:`Segments` has a lock and may be called from any thread. Of a
 :class:`Segment`, ``pins``, ``live_blocks``, ``entered_blocks`` and ``number_in_index`` belong to
 the engine's thread, and others may look at them; ``published_blocks`` belongs to whoever writes or
-follows the segment; ``is_own`` is set before the segment can be sealed; ``gone`` and ``sealed``
-only ever change from false to true, and ``used_at`` only grows, so that any thread may set them and
-none needs a lock.
+follows the segment; ``leaving`` to whoever holds the lock of the root; ``is_own`` is set before the
+segment can be sealed; ``gone`` and ``sealed`` only ever change from false to true, and ``used_at``
+only grows, so that any thread may set them and none needs a lock.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Segment:
         touched_s: Time of the last use that its file bears, as far as is known; seconds since the
             epoch.
         sealed: Whether nothing will be added any more.
+        leaving: Whether a thread of this process is about to remove it. That one sets this before
+            it looks at the pins, and who pins looks at this afterwards: one of them gives way.
         gone: Whether it has been removed, or is about to be: nothing can be loaded from it.
     """
 
@@ -73,6 +75,7 @@ class Segment:
         "entered_blocks",
         "gone",
         "is_own",
+        "leaving",
         "live_blocks",
         "name",
         "num_slots",
@@ -98,6 +101,7 @@ class Segment:
         self.is_own = False
         self.touched_s = 0.0
         self.sealed = False
+        self.leaving = False
         self.gone = False
 
     @override

@@ -387,12 +387,18 @@ class Space:
         return self._remove_index(segment) and self._remove_payloads(segment)
 
     def _remove_index(self, segment: Segment) -> bool:
+        segment.leaving = True
+        if segment.pins:
+            # Since it was chosen.
+            segment.leaving = False
+            return False
         try:
             # Payloads that no index speaks of are leftovers; the other way round, an index would
             # promise blocks that are not there.
             segment.index_path.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("segment %s cannot be removed: %s", segment.path, error)
+            segment.leaving = False
             return False
         self._segments.discard(segment)
         self._index.post_drop(segment)

@@ -116,7 +116,10 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
             place = self._index.locate(key) if key in self._index else None
             if place is not None:
                 present[index] = place
-        return _StorePlan(keys, present, _pin(present.values()))
+        pinned = _pin(present.values())
+        if not all(map(_stays, pinned)):
+            present = {index: place for index, place in present.items() if _stays(place[0])}
+        return _StorePlan(keys, present, pinned)
 
     @override
     def plan_load(self, keys: Sequence[OffloadKey]) -> _LoadPlan:
@@ -125,9 +128,9 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
         self._index.count_use()
         places = [self._index.locate(key) for key in keys]
         pinned = _pin(place for place in places if place is not None)
-        if any(segment.gone for segment in pinned):
+        if not all(map(_stays, pinned)):
             # Removed between the two, and perhaps written over: what is pinned now, is too late.
-            places = [place if place and not place[0].gone else None for place in places]
+            places = [place if place and _stays(place[0]) else None for place in places]
         return _LoadPlan(keys, places, pinned)
 
     @override
@@ -223,7 +226,7 @@ class SegmentTier(BatchTier[_StorePlan, _LoadPlan]):
             # It may be intact. To store it once more costs space only, if that can be done.
             pass
         else:
-            # Removed after it was read, or right before it was pinned: nobody would find it.
+            # Removed after it was read, by another process or by hand: nobody would find it.
             return not place[0].gone
         return False
 
@@ -260,6 +263,11 @@ def _pin(places: Iterable[Place]) -> Collection[Segment]:
     for segment in segments:
         segment.pins += 1
     return segments
+
+
+def _stays(segment: Segment) -> bool:
+    """Say whether a segment that has been pinned was so in time."""
+    return not (segment.gone or segment.leaving)
 
 
 def _unpin(segments: Collection[Segment]) -> None:
