@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kv_core.contract import ReqContext
+from kv_core.contract import ReqContext, ScheduleEndContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +86,21 @@ def test_a_request_that_runs_and_asks_again_gets_a_new_deadline(
     engine.end_step("a")
     assert engine.ask("a", keys[0]) == ["retry"]
     assert engine.stats["lookup_deadlines_passed"] == 1
+
+
+def test_a_request_that_is_preempted_has_waited_to_the_end(
+    engine: Engine, keys: list[OffloadKey]
+) -> None:
+    """It was resumed without a block, which no scheduler says, and asks again minutes later."""
+    engine.tier.answers[keys[0]] = None
+    engine.ask("a", keys[0])
+    engine.tier.answers[keys[0]] = False
+    assert engine.ask("a", keys[0]) == ["miss"]
+    engine.clock.advance(300)
+    engine.manager.on_schedule_end(ScheduleEndContext(preempted_req_ids=frozenset({"a"})))
+    engine.tier.answers[keys[1]] = None
+    assert engine.ask("a", keys[1]) == ["retry"]
+    assert engine.stats["lookup_deadlines_passed"] == 0
 
 
 def test_each_request_has_its_own_deadline(engine: Engine, keys: list[OffloadKey]) -> None:

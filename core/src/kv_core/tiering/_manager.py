@@ -423,6 +423,11 @@ class TieringOffloadingManager(OffloadingManager):
             if state is not None:
                 # Scheduled, with a load or without: nothing more is held for it.
                 self._settle(state.context)
+        for req_id in context.preempted_req_ids:
+            state = self._requests.find(req_id)
+            if state is not None:
+                # It ran: whatever it waited for when it was resumed, nobody has said so.
+                self._settle(state.context)
         self._keep_promises()
         refused, given_back = self._promotions.flush()
         self._end_all(refused)
