@@ -194,7 +194,9 @@ def test_a_fork_is_refused_by_every_method(method: str, monkeypatch: pytest.Monk
             "usage": (),
         }
         with monkeypatch.context() as patch, driver.tier._lock:  # type: ignore[attr-defined]
+            # What a fork finds: another process, made after the tier was opened.
             patch.setattr(os, "getpid", lambda: -1)
+            patch.setattr(driver.tier, "_opened_in", -1)
             with pytest.raises(TierClosedError, match="cannot be used in its fork -1"):
                 getattr(driver.tier, method)(*arguments[method])
 
