@@ -21,6 +21,7 @@ from kv_conformance.killmap import (
     find_gaps,
     find_problems,
     main,
+    repeat_survivors,
     select,
 )
 from kv_conformance.mutants import MUTANTS, Mutant
@@ -282,3 +283,28 @@ def test_a_draw_of_more_than_there_are_takes_all() -> None:
     """A large number means every honest tier."""
     subjects = select([])
     assert draw_honest(subjects, 1000, "a") == subjects
+
+
+# -- second attempts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("second", "late"), [("LOOK-1", ["liar"]), ("JOB-1", [])])
+def test_a_mutant_that_survived_gets_a_second_attempt(
+    second: str, late: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clause must catch it then, and who was caught so late is told."""
+    again = run("non-conformant", second)
+    monkeypatch.setattr(killmap, "run_suite", lambda *_, **__: again)
+    results = {"liar": (LIAR, run("conformant"))}
+    assert repeat_survivors(results, 1.0, quick=True) == late
+    assert (results["liar"][1] is again) == bool(late)
+
+
+def test_nobody_else_gets_a_second_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a mutant that was caught, nor an honest tier with a false alarm."""
+    monkeypatch.setattr(killmap, "run_suite", lambda *_, **__: pytest.fail("was run again"))
+    results = {
+        "liar": (LIAR, run("non-conformant", "LOOK-1")),
+        "slow": (HONEST, run("non-conformant", "JOB-1")),
+    }
+    assert repeat_survivors(results, 1.0, quick=True) == []
