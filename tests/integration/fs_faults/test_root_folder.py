@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -125,6 +127,16 @@ def test_a_file_system_mounted_read_only(mount: Mount, work: Work) -> None:
     assert work(disk / "root").check(BLOCKS) == list(BLOCKS)
 
 
+def _put_link(path: Path, target: Path, aside: Path) -> None:
+    """Replace a file or folder by a link. A tier that is open may make a folder again meanwhile."""
+    for attempt in itertools.count():
+        with suppress(FileNotFoundError):
+            path.rename(aside.with_name(f"{aside.name}-{attempt}"))
+        with suppress(FileExistsError):
+            path.symlink_to(target)
+            return
+
+
 # -- symbolic links ------------------------------------------------------------------------------
 
 
@@ -148,13 +160,8 @@ def test_no_symbolic_link_in_the_tree_is_followed(
     at_depth = [
         path for path in sorted(root.rglob("*")) if len(path.relative_to(root).parts) == depth + 1
     ]
-    for path in at_depth:
-        target = outside / path.relative_to(root)
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-        path.symlink_to(target)
+    for number, path in enumerate(at_depth):
+        _put_link(path, outside / path.relative_to(root), tmp_path / f"aside-{number}")
     if moment == "closed":
         worker = work()
     if "raised" in worker.opened:

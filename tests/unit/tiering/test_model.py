@@ -127,6 +127,7 @@ class Model:
         asked: By tier: which request asked for which key, under which epoch.
         loaders: Which request each load is for.
         failed: Which request's load of which key failed, at which tier.
+        given_up: Jobs that a reset did not wait for.
         listing: What the events say is ready.
     """
 
@@ -142,6 +143,7 @@ class Model:
     listing: set[OffloadKey] = field(default_factory=set)
     loaders: dict[JobId, int] = field(default_factory=dict)
     failed: set[tuple[int, int, OffloadKey]] = field(default_factory=set)
+    given_up: set[int] = field(default_factory=set)
 
 
 class TieringMachine(RuleBasedStateMachine):
@@ -343,6 +345,7 @@ class TieringMachine(RuleBasedStateMachine):
             engine.manager.reset_cache()
         for tier in before:
             tier.stuck = ()
+            model.given_up.update(tier.open_jobs)
         for copy in (*model.stores, *model.loads):
             copy.is_stale = True
             model.unflushed.update(copy.slots)
@@ -399,7 +402,12 @@ class TieringMachine(RuleBasedStateMachine):
         tier.finish(job, good, kind)
         if job.is_promotion:
             serial = self.model.loaders[job.job_id]
-            self.model.failed.update((serial, id(tier), key) for key in job.keys if key not in good)
+            # What becomes of a load that a reset gave up is nobody's failure: the request may have
+            # asked again since.
+            if job.job_id not in self.model.given_up:
+                self.model.failed.update(
+                    (serial, id(tier), key) for key in job.keys if key not in good
+                )
         else:
             # Whatever happened above since: the slots were not touched.
             assert all(tier.blocks[key] == self.data(key, tier.epoch) for key in good)
