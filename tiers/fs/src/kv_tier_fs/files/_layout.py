@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final, final
 
 from kv_core.contract import get_offload_block_hash, get_offload_group_idx
 from kv_core.keys import ALL_RANKS
-from kv_tier_fs._names import namespace_folder_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +30,7 @@ class FileLayout:
     """
 
     def __init__(self, root_dir: Path, namespace: Namespace) -> None:
-        name = namespace_folder_name(namespace)
+        name = namespace.folder_name
         rank = namespace.rank
         if rank == ALL_RANKS or namespace.layout_parallel_invariant:
             rank = 0

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final, final
 from kv_core.errors import TierOpenError
 from kv_tier_fs._description import Description
 from kv_tier_fs._folders import make_folder
-from kv_tier_fs._names import namespace_folder_name
 from kv_tier_fs._root import check_root, explained, make_root
 from kv_tier_fs.segments._file_lock import FileLock
 from kv_tier_fs.segments._format import FORMAT_VERSION
@@ -63,7 +62,7 @@ class NamespaceFolder:
     def __init__(self, root_dir: Path, namespace: Namespace) -> None:
         self.root_dir = root_dir
         self._namespace = namespace
-        self._namespace_dir = root_dir / namespace_folder_name(namespace)
+        self._namespace_dir = root_dir / namespace.folder_name
         self.path = self._namespace_dir / LAYOUT_FOLDER
 
     @property
