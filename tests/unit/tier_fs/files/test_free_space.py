@@ -10,9 +10,9 @@ import pytest
 
 from kv_core.contract import JobErrorKind, parse_tier_config
 from kv_core.errors import BlockDeclinedError, ConfigError
+from kv_core.tierkit._free_space import LOOK_EVERY_S, FreeSpace
 from kv_core.tierkit.testing import ManualClock
 from kv_tier_fs import kv_core_register_tier
-from kv_tier_fs._free_space import LOOK_EVERY_S, FreeSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ import pytest
 
 from kv_core.contract import JobErrorKind
 from kv_core.errors import TierOpenError
+from kv_core.tierkit import FreeSpace
 from kv_core.tierkit.testing import example_key
-from kv_tier_fs._free_space import FreeSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

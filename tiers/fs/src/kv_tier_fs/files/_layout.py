@@ -6,7 +6,6 @@ import hashlib
 from typing import TYPE_CHECKING, Final, final
 
 from kv_core.contract import get_offload_block_hash, get_offload_group_idx
-from kv_core.keys import ALL_RANKS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,11 +30,8 @@ class FileLayout:
 
     def __init__(self, root_dir: Path, namespace: Namespace) -> None:
         name = namespace.folder_name
-        rank = namespace.rank
-        if rank == ALL_RANKS or namespace.layout_parallel_invariant:
-            rank = 0
         self.namespace_dir = root_dir / name
-        self.blocks_dir = root_dir / f"{name}_r{rank}"
+        self.blocks_dir = root_dir / f"{name}_r{namespace.stored_rank}"
         self.config_path = self.namespace_dir / "config.json"
         self.writers_dir = self.namespace_dir / "writers"
         self._blocks_prefix = str(self.blocks_dir)

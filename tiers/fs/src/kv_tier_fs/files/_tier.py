@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Final, final
 from typing_extensions import override
 
 from kv_core.errors import BlockDamagedError, BlockMissingError
-from kv_core.tierkit import ThreadedTier
+from kv_core.tierkit import FreeSpace, ThreadedTier
 from kv_tier_fs._beneath import folder_beneath
-from kv_tier_fs._free_space import FreeSpace
 from kv_tier_fs.files._block_file import BlockFiles, identity_of
 from kv_tier_fs.files._layout import FileLayout
 from kv_tier_fs.files._open import open_storage, probe_io
