@@ -31,6 +31,7 @@ EXAMPLE := kv_tier_example._harness
 CONFORMANCE_MODES := $(EXAMPLE):async_mode kv_tier_fs._harness:FilesHarness \
     kv_tier_fsspec._harness:MemoryHarness kv_tier_fsspec._harness:AsyncMemoryHarness \
     kv_tier_s3._harness:ObstoreHarness
+CONFORMANCE_AT_A_TIME ?= 2
 LOADED_RUNS ?= 50
 LOADED_AT_A_TIME ?= 1
 
@@ -119,14 +120,8 @@ hostile: venv
 	    echo "-- $$trace"; \
 	    $(BIN)/kv-core replay "$(KV_CORE_TRACES)/$$trace" $(HOSTILE) 2>$(VENV)/hostile.log; done
 
-# In a folder of their own: reports are written where the suite is run.
 conformance: test-tools
-	@mkdir -p build/conformance
-	cd build/conformance && $(abspath $(BIN))/python -m pytest --conformance -q
-	@set -e; for mode in $(CONFORMANCE_MODES); do \
-	    folder="build/conformance/$${mode#*:}"; mkdir -p "$$folder"; \
-	    (cd "$$folder" && $(abspath $(BIN))/python -m pytest --conformance -q \
-	        --conformance-harness "$$mode"); done
+	.ci/conformance $(BIN)/python $(CONFORMANCE_AT_A_TIME) $(CONFORMANCE_MODES)
 
 conformance-loaded: test-tools
 	.ci/conformance-loaded $(BIN)/python $(LOADED_RUNS) 6 kv_conformance.reference:FolderHarness \
