@@ -10,7 +10,7 @@ from kv_core.contract import Capability, parse_tier_config
 from kv_core.errors import ConfigError, TierOpenError
 from kv_core.plugins import check_tier
 from kv_tier_fsspec import FsspecConfig, _filesystem, kv_core_register_tier
-from kv_tier_fsspec._config import Publication
+from kv_tier_fsspec._protocols import Publication
 from kv_tier_fsspec._filesystem import filesystem_class, make_filesystem, publication_of
 
 SECRET = "hunter2-very-secret"
@@ -149,6 +149,10 @@ class Strict:
 
     def __init__(self, *, skip_instance_cache: bool, use_listings_cache: bool) -> None:
         pass
+
+    @staticmethod
+    def _get_kwargs_from_urls(url: str) -> dict[str, Any]:
+        return {}
 
 
 def test_options_that_a_filesystem_refuses_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import kv_core
-from kv_core.contract import Capability, ContractVersion, TierLimits, TierSpec
+from kv_core.contract import ContractVersion, TierLimits, TierSpec
 from kv_tier_fsspec._config import FsspecConfig, ObjectConfig
+from kv_tier_fsspec._protocols import protocol_named
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from kv_core.contract import SecondaryTierManager, TierContext
 
 __all__ = [
-    "IN_PROCESS",
     "FsspecConfig",
     "ObjectConfig",
     "kv_core_conformance_harness",
@@ -28,11 +28,6 @@ __all__ = [
 
 # The tier removes nothing but damaged objects, so every block stays findable.
 _RETAINED_BLOCKS: Final = 1 << 40
-
-IN_PROCESS: Final = frozenset({Capability.INTEGRITY})
-"""What a filesystem whose blocks end with the tier promises."""
-
-_OUTSIDE: Final = IN_PROCESS | {Capability.PERSISTENT, Capability.SHARED}
 
 
 def _make_tier(context: TierContext) -> SecondaryTierManager:
@@ -52,9 +47,9 @@ def _limits(config: FsspecConfig) -> TierLimits:
 
 
 def _refine(config: FsspecConfig) -> TierSpec:
-    """Return the declaration for a URL: what lives in this process ends with it."""
-    spec = kv_core_register_tier()
-    return replace(spec, capabilities=IN_PROCESS) if config.is_in_process else spec
+    """Return the declaration for a URL: what its protocol keeps."""
+    capabilities = protocol_named(config.protocol).capabilities
+    return replace(kv_core_register_tier(), capabilities=capabilities)
 
 
 @kv_core.hookimpl
@@ -67,7 +62,7 @@ def kv_core_register_tier() -> TierSpec:
         factory=_make_tier,
         config_model=FsspecConfig,
         limits=_limits,
-        capabilities=_OUTSIDE,
+        capabilities=protocol_named("file").capabilities,
         refine=_refine,
     )
 

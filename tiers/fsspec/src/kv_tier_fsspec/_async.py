@@ -15,8 +15,11 @@ from typing_extensions import override
 from kv_tier_fsspec._blocks import ABSENT_ERRORS
 from kv_tier_fsspec._filesystem import make_filesystem
 from kv_tier_fsspec._object_tier import ObjectTier
+from kv_tier_fsspec._scatter import scatter
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_tier_fsspec._config import FsspecConfig
     from kv_tier_fsspec.store import ObjectStore
 
@@ -53,19 +56,41 @@ class FsspecStore:
         found = await self.fs._info(name)
         return int(found["size"]) if found["type"] == "file" else -1
 
-    async def get(self, name: str) -> bytes:
-        """Return a whole object."""
-        found: bytes = await self.fs._cat_file(name)
-        return found
+    async def get(self, name: str, most_bytes: int) -> bytes:
+        """Return an object, or the beginning of a longer one."""
+        return await self.get_range(name, 0, most_bytes)
+
+    async def get_into(self, name: str, parts: Sequence[memoryview]) -> int:
+        """Read an object into several buffers; by way of memory, as all filesystems can."""
+        # One byte more than there should be, so that a longer object shows.
+        return scatter(await self.get_range(name, 0, sum(map(len, parts)) + 1), parts)
 
     async def get_range(self, name: str, start: int, end: int) -> bytes:
-        """Return a range of an object."""
-        found: bytes = await self.fs._cat_file(name, start=start, end=end)
+        """Return a range of an object, as far as there is one."""
+        found: bytes
+        try:
+            found = await self.fs._cat_file(name, start=start, end=end)
+        except ABSENT_ERRORS:
+            raise
+        except Exception:
+            # Each filesystem has an error of its own for an object that ends before the range.
+            if not 0 <= await self.length(name) <= start:
+                raise
+            found = b""
         return found
 
     async def put(self, name: str, data: bytes) -> None:
         """Store an object in one request."""
         await self.fs._pipe_file(name, data)
+
+    async def put_new(self, name: str, data: bytes) -> bool:
+        """Store an object unless there is one. Asks before: few filesystems have a condition."""
+        try:
+            await self.fs._info(name)
+        except ABSENT_ERRORS:
+            await self.put(name, data)
+            return True
+        return False
 
     async def remove(self, name: str) -> None:
         """Remove an object."""

@@ -1,14 +1,17 @@
 """The tier over a blocking filesystem: local folders, SFTP, memory.
 
 **Who owns what.** Pool threads call the block functions, for one key never two stores at once.
-``_folders`` is a set that they add single names to and never iterate over. Everything else is set
-in :meth:`BlockingFsspecTier.open` and only read afterwards.
+``_folders`` is a set that they add single names to and never iterate over, ``_abandoned`` a deque
+that they add single names to and take them from. Everything else is set in
+:meth:`BlockingFsspecTier.open` and only read afterwards.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 from typing_extensions import override
@@ -17,13 +20,15 @@ from kv_core.errors import BlockDamagedError, KVCoreError
 from kv_core.tierkit import FreeSpace, ThreadedTier
 from kv_core.tierkit.objects import TRAILER_BYTES, check_description, describe_namespace
 from kv_tier_fsspec._blocks import ABSENT_ERRORS, Blocks, open_error
-from kv_tier_fsspec._config import Publication
-from kv_tier_fsspec._filesystem import make_filesystem, publication_of
+from kv_tier_fsspec._filesystem import publication_of
 from kv_tier_fsspec._leftovers import Writer, reclaim_leftovers
+from kv_tier_fsspec._protocols import Publication
+from kv_tier_fsspec._sharing import share_filesystem
 
 if TYPE_CHECKING:
     from kv_core.contract import OffloadKey
     from kv_tier_fsspec._config import FsspecConfig
+    from kv_tier_fsspec._sharing import Filesystems
 
 __all__ = ["BlockingFsspecTier"]
 
@@ -39,10 +44,11 @@ class BlockingFsspecTier(ThreadedTier):
 
     @override
     def open(self) -> None:
-        self._fs: Any = make_filesystem(self.config)
         self._publication = publication_of(self.config)
-        self._blocks = Blocks.of(self.context, self._fs._strip_protocol(self.config.url))
+        self._files: Filesystems = share_filesystem(self.config)
+        self._blocks = Blocks.of(self.context, self._files.strip(self.config.url))
         self._folders: set[str] = set()
+        self._abandoned: deque[str] = deque()
         self._staging = threading.BoundedSemaphore(
             self.config.most_transfers(self._blocks.format.object_bytes)
         )
@@ -50,8 +56,8 @@ class BlockingFsspecTier(ThreadedTier):
         self._writer = Writer(names)
         self._space: FreeSpace | None = None
         try:
-            self._settle(names.description)
-            reclaim_leftovers(self._fs, names)
+            self._files.run(self._settle)
+            self._files.run(lambda fs: reclaim_leftovers(fs, names))
         except KVCoreError:
             raise
         except Exception as error:  # noqa: BLE001 - libraries raise anything; it is told, not hidden
@@ -61,27 +67,27 @@ class BlockingFsspecTier(ThreadedTier):
         if self.config.is_local:
             self._space = FreeSpace(names.folder, self.config.min_free_bytes, self.context.clock)
 
-    def _settle(self, name: str) -> None:
+    def _settle(self, fs: Any) -> None:
         """Check the description that is there, or publish ours: the first read and write."""
-        namespace = self.context.namespace
+        namespace, name = self.context.namespace, self._blocks.names.description
         try:
-            found = self._fs.cat_file(name)
+            found = fs.cat_file(name)
         except ABSENT_ERRORS:
-            self._publish(name, describe_namespace(namespace))
-            found = self._fs.cat_file(name)
+            self._publish(fs, name, describe_namespace(namespace))
+            found = fs.cat_file(name)
         check_description(found, namespace, where=name)
 
     @override
     def close(self) -> None:
-        # No common way to close a filesystem exists; of those that hold a connection, this is how.
-        client = getattr(getattr(self, "_fs", None), "client", None)
-        if client is not None:
-            client.close()
+        files = getattr(self, "_files", None)
+        if files is not None:
+            files.close()
 
     @override
     def exists(self, key: OffloadKey) -> bool:
+        name = self._blocks.names.block(key)
         try:
-            found = self._fs.info(self._blocks.names.block(key))
+            found = self._files.run(lambda fs: fs.info(name))
         except ABSENT_ERRORS:
             return False
         return bool(found["type"] == "file" and found["size"] == self._blocks.format.object_bytes)
@@ -93,16 +99,17 @@ class BlockingFsspecTier(ThreadedTier):
             if self._publication is Publication.PUT:
                 # What is stored in one request is read in one: an open file may be shared.
                 with self._staging:
-                    self._blocks.take(key, self._fs.cat_file(name), buffer)
+                    found = self._files.run(lambda fs: fs.cat_file(name))
+                    self._blocks.take(key, found, buffer)
             else:
-                self._read_file(key, name, buffer)
+                self._files.run(lambda fs: self._read_file(fs, key, name, buffer))
         except ABSENT_ERRORS:
             raise self._blocks.missing(key) from None
         except IsADirectoryError as error:
             raise BlockDamagedError(f"block {key.hex()}: {name} is a folder") from error
 
-    def _read_file(self, key: OffloadKey, name: str, buffer: memoryview) -> None:
-        with self._fs.open(name, "rb", block_size=len(buffer), **_UNCACHED) as file:
+    def _read_file(self, fs: Any, key: OffloadKey, name: str, buffer: memoryview) -> None:
+        with fs.open(name, "rb", block_size=len(buffer), **_UNCACHED) as file:
             got = _fill(file, buffer)
             tail = _read_up_to(file, TRAILER_BYTES + 1)
         self._blocks.format.check_length(key, got + len(tail))
@@ -111,65 +118,79 @@ class BlockingFsspecTier(ThreadedTier):
     @override
     def write_block(self, key: OffloadKey, data: memoryview) -> int:
         name = self._blocks.names.block(key)
-        if self._is_stored(key, name):
+        if self._files.run(lambda fs: self._is_stored(fs, key, name)):
             return 0
         if self._space is not None:
             self._space.take(self._blocks.format.object_bytes)
         with self._staging:
+            parts: tuple[bytes | memoryview, ...]
             if self._publication is Publication.PUT:
-                self._publish(name, self._blocks.give(key, data))
+                parts = (self._blocks.give(key, data),)
             else:
-                self._publish(name, data, self._blocks.format.trailer(key, data))
+                parts = (data, self._blocks.format.trailer(key, data))
+            self._files.run(lambda fs: self._publish(fs, name, *parts))
         return len(data)
 
-    def _is_stored(self, key: OffloadKey, name: str) -> bool:
+    def _is_stored(self, fs: Any, key: OffloadKey, name: str) -> bool:
         start, end = self._blocks.tail_range()
         try:
-            tail = self._fs.cat_file(name, start=start, end=end)
+            tail = fs.cat_file(name, start=start, end=end)
         except (OSError, ValueError):
             # Absent, or too short for the range; what is more serious, the store meets as well.
             return False
         return self._blocks.is_tail(key, tail)
 
-    def _publish(self, name: str, *parts: bytes | memoryview) -> None:
+    def _publish(self, fs: Any, name: str, *parts: bytes | memoryview) -> None:
         if self._publication is Publication.PUT:
-            self._fs.pipe_file(name, b"".join(parts))
+            fs.pipe_file(name, b"".join(parts))
             return
         try:
-            self._publish_by_rename(name, parts)
+            self._publish_by_rename(fs, name, parts)
         except ABSENT_ERRORS:
             # The folders were removed under the running tier, to empty the cache perhaps.
             self._folders.clear()
-            self._publish_by_rename(name, parts)
+            self._publish_by_rename(fs, name, parts)
+        self._remove_abandoned(fs)
 
-    def _publish_by_rename(self, name: str, parts: tuple[bytes | memoryview, ...]) -> None:
+    def _publish_by_rename(self, fs: Any, name: str, parts: tuple[bytes | memoryview, ...]) -> None:
         temporary = self._writer.temporary_name()
         for path in (name, temporary):
-            self._make_folder(path.rpartition("/")[0])
+            self._make_folder(fs, path.rpartition("/")[0])
         try:
-            with self._fs.open(temporary, "wb") as file:
-                for part in parts:
+            with fs.open(temporary, "wb") as file:
+                for part in parts[:-1]:
                     _write_all(file, part)
-            self._fs.mv(temporary, name)
+                # Where closing a file loses errors, the last part brings them to light.
+                getattr(file, "finish", partial(_write_all, file))(parts[-1])
+            fs.mv(temporary, name)
         except BaseException:
-            with suppress(Exception):  # whatever the storage says now, the first error counts
-                self._fs.rm_file(temporary)
+            try:
+                fs.rm_file(temporary)
+            except ABSENT_ERRORS:
+                pass
+            except Exception:  # noqa: BLE001 - whatever the storage says now, the first error counts
+                self._abandoned.append(temporary)
             raise
 
-    def _make_folder(self, folder: str) -> None:
+    def _remove_abandoned(self, fs: Any) -> None:
+        """Remove what could not be removed when its store failed: now the storage answers."""
+        with suppress(IndexError, *ABSENT_ERRORS):
+            fs.rm_file(self._abandoned.popleft())
+
+    def _make_folder(self, fs: Any, folder: str) -> None:
         if folder not in self._folders:
-            self._fs.makedirs(folder, exist_ok=True)
+            fs.makedirs(folder, exist_ok=True)
             self._folders.add(folder)
 
     @override
     def retire(self, key: OffloadKey) -> None:
         name = self._blocks.names.block(key)
         try:
-            self._fs.rm_file(name)
+            self._files.run(lambda fs: fs.rm_file(name))
         except ABSENT_ERRORS:
             pass
         except IsADirectoryError:
-            self._fs.rm(name, recursive=True)
+            self._files.run(lambda fs: fs.rm(name, recursive=True))
 
 
 def _fill(file: Any, buffer: memoryview) -> int:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, final
 
 from kv_core.errors import BlockDamagedError, BlockMissingError, TierOpenError
 from kv_core.tierkit.objects import TRAILER_BYTES, ObjectFormat, ObjectNames
+from kv_tier_fsspec._scatter import copy_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kv_core.contract import OffloadKey, TierContext
     from kv_tier_fsspec._config import ObjectConfig
+    from kv_tier_fsspec.store import ObjectStore
 
 __all__ = ["ABSENT_ERRORS", "Blocks", "open_error"]
 
@@ -57,9 +59,17 @@ class Blocks:
         """
         with memoryview(found) as view:
             self.format.check_length(key, view.nbytes)
-            buffer[:] = view[: self.format.payload_bytes]
+            with view[: self.format.payload_bytes] as payload:
+                copy_bytes(buffer, payload)
             # In the slot: what is checked is what will be used.
             self.format.check(key, buffer, view[self.format.payload_bytes :])
+
+    async def read(self, key: OffloadKey, store: ObjectStore, buffer: memoryview) -> None:
+        """Read a block into a slot and check it there. Errors as for :meth:`take`."""
+        trailer = bytearray(TRAILER_BYTES)
+        found_bytes = await store.get_into(self.names.block(key), (buffer, memoryview(trailer)))
+        self.format.check_length(key, found_bytes)
+        self.format.check(key, buffer, bytes(trailer))
 
     def give(self, key: OffloadKey, payload: memoryview) -> bytes:
         """Return the whole object of a block: a copy of the payload, and its trailer."""

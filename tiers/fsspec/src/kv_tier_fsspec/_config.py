@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,32 +11,21 @@ from typing_extensions import override
 from kv_core.errors import ConfigError
 from kv_core.tierkit import TierKitConfig
 from kv_core.units import parse_bytes
+from kv_tier_fsspec._protocols import LOCAL_PROTOCOLS, Publication, protocol_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["FsspecConfig", "ObjectConfig", "Publication"]
+__all__ = ["FsspecConfig", "ObjectConfig"]
 
 _MASK: Final = "**********"
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_LOCAL: Final = frozenset({"file", "local"})
 _SECRET_NAME: Final = re.compile(
     r"key|secret|token|pass|pwd|sas|cred|connection_string|signature|auth", re.IGNORECASE
 )
 
 # A store holds a block and its copy; a client library that assembles what it receives, two.
 _COPIES: Final = 3
-
-
-class Publication(enum.Enum):
-    """How a block appears, so that no reader ever sees a part of it."""
-
-    AUTO = "auto"
-    """What is known of the protocol; a protocol that nothing is known of is refused."""
-    PUT = "put"
-    """The whole object in one request, as object stores do it."""
-    RENAME = "rename"
-    """A temporary file, renamed: on filesystems whose rename replaces atomically."""
 
 
 class ObjectConfig(TierKitConfig):
@@ -92,12 +80,12 @@ class FsspecConfig(ObjectConfig):
     @property
     def is_local(self) -> bool:
         """Whether the URL names a folder of this machine."""
-        return self.protocol in _LOCAL
+        return self.protocol in LOCAL_PROTOCOLS
 
     @property
     def is_in_process(self) -> bool:
         """Whether the blocks end with the tier."""
-        return self.protocol == "memory"
+        return not protocol_named(self.protocol).is_persistent
 
     @override
     def hide_secrets(self, text: str) -> str:
@@ -124,15 +112,22 @@ class FsspecConfig(ObjectConfig):
                 setting="url",
             )
         protocol, path = match[1].lower(), match[2]
+        refusal = protocol_named(protocol).refusal
+        if refusal:
+            raise ConfigError(
+                f"'url' has the protocol {protocol!r}, which cannot keep blocks: {refusal}. Name a "
+                "filesystem that can be written to, such as 'file://', 's3://' or 'sftp://'",
+                setting="url",
+            )
         host = path.partition("/")[0]
-        if protocol not in _LOCAL and ":" in host.rpartition("@")[0]:
+        if protocol not in LOCAL_PROTOCOLS and ":" in host.rpartition("@")[0]:
             raise ConfigError(
                 "'url' holds a password, which would be shown wherever the URL is; put it into "
                 "'storage_options'",
                 setting="url",
             )
         if not path.strip("/"):
-            what = "a folder" if protocol in _LOCAL else "a bucket or folder"
+            what = "a folder" if protocol in LOCAL_PROTOCOLS else "a bucket or folder"
             raise ConfigError(f"'url' names no place; add {what} behind '://'", setting="url")
         return url
 
@@ -156,3 +151,8 @@ def _secret_leaves(value: object, name: str) -> Iterator[str]:
             yield from _secret_leaves(item, name)
     elif isinstance(value, str) and value and _SECRET_NAME.search(name):
         yield value
+        # A connection string: libraries repeat its parts rather than all of it.
+        for part in value.split(";"):
+            inner, is_pair, secret = part.partition("=")
+            if is_pair and secret and _SECRET_NAME.search(inner):
+                yield secret

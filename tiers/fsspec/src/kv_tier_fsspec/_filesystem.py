@@ -8,35 +8,22 @@ it started. So the class is called directly, caches off.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from fsspec.registry import get_filesystem_class
 
 from kv_core.errors import ConfigError, TierOpenError
-from kv_tier_fsspec._config import Publication
+from kv_tier_fsspec._protocols import Publication, protocol_named
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
     from kv_tier_fsspec._config import FsspecConfig
 
-__all__ = ["filesystem_class", "make_filesystem", "publication_of"]
+__all__ = ["filesystem_class", "make_filesystem", "options_of", "publication_of"]
 
-# Which filesystem publishes how. Whoever adds one adds a test on the real thing.
-_PUBLICATIONS: Final = {
-    "file": Publication.RENAME,
-    "local": Publication.RENAME,
-    "memory": Publication.PUT,
-    "sftp": Publication.RENAME,
-    "ssh": Publication.RENAME,
-    "s3": Publication.PUT,
-    "s3a": Publication.PUT,
-    "az": Publication.PUT,
-    "abfs": Publication.PUT,
-    "abfss": Publication.PUT,
-    "gs": Publication.PUT,
-    "gcs": Publication.PUT,
-}
+logger = logging.getLogger(__name__)
 
 _NO_CACHES: Final = {"skip_instance_cache": True, "use_listings_cache": False}
 
@@ -47,9 +34,17 @@ def publication_of(config: FsspecConfig) -> Publication:
     Raises:
         ConfigError: The protocol is not known, and the settings do not say.
     """
+    known = protocol_named(config.protocol).publication
     if config.publication is not Publication.AUTO:
+        if known is None:
+            logger.warning(
+                "nothing is known of how a filesystem of protocol %r makes a whole block appear at "
+                "once; 'publication' says %r. If that is not so, readers see parts of blocks, "
+                "which count as damaged",
+                config.protocol,
+                config.publication.value,
+            )
         return config.publication
-    known = _PUBLICATIONS.get(config.protocol)
     if known is None:
         raise ConfigError(
             f"it is not known how a filesystem of protocol {config.protocol!r} makes a whole block "
@@ -78,6 +73,12 @@ def filesystem_class(protocol: str) -> type[AbstractFileSystem]:
     return found
 
 
+def options_of(config: FsspecConfig) -> dict[str, Any]:
+    """Return the options of the filesystem: what the URL says, and what the settings say."""
+    said = filesystem_class(config.protocol)._get_kwargs_from_urls(config.url)
+    return {**said, **config.storage_options.get_secret_value()}
+
+
 def make_filesystem(config: FsspecConfig, **extra: Any) -> AbstractFileSystem:
     """Return a filesystem of the tier's own.
 
@@ -88,9 +89,10 @@ def make_filesystem(config: FsspecConfig, **extra: Any) -> AbstractFileSystem:
     Raises:
         TierOpenError: The filesystem refuses its options.
     """
-    options = {**config.storage_options.get_secret_value(), **_NO_CACHES, **extra}
+    kind = filesystem_class(config.protocol)
+    options = {**options_of(config), **_NO_CACHES, **extra}
     try:
-        filesystem = filesystem_class(config.protocol)(**options)
+        filesystem = kind(**options)
     except TypeError as error:
         raise TierOpenError(
             f"the filesystem {config.protocol!r} refuses its 'storage_options': "

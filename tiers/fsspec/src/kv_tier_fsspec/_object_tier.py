@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from typing_extensions import override
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kv_tier_fsspec.store import ObjectStore
 
 __all__ = ["ObjectTier"]
+
+# Kilobytes in truth. Whatever lies there must not fill the memory.
+_MOST_DESCRIPTION_BYTES: Final = 1 << 20
 
 
 class ObjectTier(AsyncioTier):
@@ -64,10 +67,10 @@ class ObjectTier(AsyncioTier):
         """Check the description that is there, or publish ours: the first read and write."""
         namespace = self.context.namespace
         try:
-            found = await self._store.get(name)
+            found = await self._store.get(name, _MOST_DESCRIPTION_BYTES)
         except ABSENT_ERRORS:
             await self._store.put(name, describe_namespace(namespace))
-            found = await self._store.get(name)
+            found = await self._store.get(name, _MOST_DESCRIPTION_BYTES)
         check_description(bytes(found), namespace, where=name)
 
     @override
@@ -88,18 +91,20 @@ class ObjectTier(AsyncioTier):
     async def read_block(self, key: OffloadKey, buffer: memoryview) -> None:
         async with self._staging:
             try:
-                found = await self._store.get(self._blocks.names.block(key))
+                await self._blocks.read(key, self._store, buffer)
             except ABSENT_ERRORS:
                 raise self._blocks.missing(key) from None
-            self._blocks.take(key, found, buffer)
 
     @override
     async def write_block(self, key: OffloadKey, data: memoryview) -> int:
         name = self._blocks.names.block(key)
         async with self._staging:
-            if await self._is_stored(key, name):
-                return 0
-            await self._store.put(name, self._blocks.give(key, data))
+            whole = self._blocks.give(key, data)
+            if not await self._store.put_new(name, whole):
+                # What is there may be damaged, or half of what it should be.
+                if await self._is_stored(key, name):
+                    return 0
+                await self._store.put(name, whole)
         return len(data)
 
     async def _is_stored(self, key: OffloadKey, name: str) -> bool:
@@ -107,10 +112,6 @@ class ObjectTier(AsyncioTier):
         try:
             tail = await self._store.get_range(name, start, end)
         except ABSENT_ERRORS:
-            return False
-        except (OSError, ValueError):
-            # An object too short for the range is answered with an error; what is more serious,
-            # the store that follows meets as well.
             return False
         return self._blocks.is_tail(key, bytes(tail))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from kv_core.errors import ConfigError
-from kv_tier_fsspec._config import Publication
 from kv_tier_fsspec._filesystem import filesystem_class, publication_of
+from kv_tier_fsspec._protocols import Publication
 
 if TYPE_CHECKING:
     from kv_core.contract import SecondaryTierManager, TierContext

@@ -1,4 +1,4 @@
-"""What a tier over object storage needs of a client: six coroutines, and errors told apart.
+"""What a tier over object storage needs of a client: eight coroutines, and errors told apart.
 
 :class:`ObjectTier` makes a tier of any :class:`ObjectStore`. A package for one kind of storage
 writes a store, which knows its client and what its errors mean, and gets everything else: format,
@@ -11,11 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from kv_tier_fsspec._object_tier import ObjectTier
+from kv_tier_fsspec._scatter import copy_bytes, scatter
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Buffer
 
-__all__ = ["ObjectStore", "ObjectTier"]
+__all__ = ["ObjectStore", "ObjectTier", "copy_bytes", "scatter"]
 
 
 class ObjectStore(Protocol):
@@ -39,8 +42,20 @@ class ObjectStore(Protocol):
             FileNotFoundError: There is none.
         """
 
-    async def get(self, name: str) -> Buffer:
-        """Return a whole object.
+    async def get(self, name: str, most_bytes: int) -> Buffer:
+        """Return an object; of one that is longer than ``most_bytes``, so much of its beginning.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+
+    async def get_into(self, name: str, parts: Sequence[memoryview]) -> int:
+        """Read an object into several buffers, one behind the other, and return its length.
+
+        The buffers are written between two awaits only, never by another thread: a call that is
+        cancelled has let go of them. What an object has more than they hold need not be read, and
+        of a shorter one the rest of them is left as it is. :func:`scatter` does it with an object
+        that is in memory.
 
         Raises:
             FileNotFoundError: There is none.
@@ -55,6 +70,14 @@ class ObjectStore(Protocol):
 
     async def put(self, name: str, data: bytes) -> None:
         """Store an object, so that readers see all of it or what was there before."""
+
+    async def put_new(self, name: str, data: bytes) -> bool:
+        """Store an object unless there is one, as :meth:`put` does; ``False``: there is one.
+
+        In one request where the storage has conditional ones. Where it has none, asking before is
+        fine, and so is to store over what is there: of several writers of one name, each brings
+        the same bytes.
+        """
 
     async def remove(self, name: str) -> None:
         """Remove an object; one that is not there is removed already."""

@@ -1,0 +1,335 @@
+"""SSH connections of a tier, their sessions, and what happens when they are lost.
+
+A session of paramiko must not be used by two threads at a time: each would take answers that the
+other waits for. So a thread takes a session for as long as one block takes, and all sessions share
+one connection, because a handshake costs more than a block. A connection that is lost is made anew
+by the next thread that needs one, and what was under way is done once more.
+
+paramiko has waits without any limit: for the answer to a subsystem, for room in the socket. So
+whatever lasts longer than it may has its connection closed under it, which ends all of them.
+
+**Who owns what.** A session belongs to the thread that took it until it is given back.
+``_changed`` guards ``_idle``, ``_opened``, ``_most``, ``_watched`` and ``_closed``. ``_connecting``
+is held while a connection is made, and guards ``_client``. The watchdog's thread only ever closes
+connections.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+
+import paramiko
+from fsspec.implementations.sftp import SFTPFileSystem
+
+from kv_core.errors import ConfigError, KVCoreError, TierOpenError
+from kv_tier_fsspec._filesystem import options_of
+from kv_tier_fsspec._sftp_files import SftpFilesystem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kv_tier_fsspec._config import FsspecConfig
+
+__all__ = ["SftpSessions"]
+
+ResultT = TypeVar("ResultT")
+
+_CONNECT_S: Final = 10.0
+_END_S: Final = 5.0
+_ATTEMPTS: Final = 2
+# Of the deadline of a job: a drain that waits until then must find the thread back.
+_SHARE: Final = 0.6
+_NAP_SHARE: Final = 0.1
+_POLICIES: Final[dict[str, type[paramiko.MissingHostKeyPolicy]]] = {
+    "auto_add": paramiko.AutoAddPolicy,
+    "warning": paramiko.WarningPolicy,
+}
+
+
+@final
+class _Session:
+    """One session over a connection."""
+
+    def __init__(self, client: paramiko.SSHClient, ftp: paramiko.SFTPClient) -> None:
+        self.client = client
+        self.files = SftpFilesystem(ftp)
+        self._channel: Any = ftp.get_channel()
+
+    def is_alive(self) -> bool:
+        gone = self._channel.closed or self._channel.eof_received
+        return not gone and _is_alive(self.client)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@final
+class SftpSessions:
+    """Sessions of one server, for as many threads as ask.
+
+    Args:
+        config: Settings of the tier. No work may last longer than its ``job_deadline_s``.
+
+    Raises:
+        ConfigError: The settings name no host.
+    """
+
+    def __init__(self, config: FsspecConfig) -> None:
+        self._config = config
+        self._options = options_of(config)
+        self._host = self._options.pop("host", None)
+        if not self._host:
+            raise ConfigError(
+                "'url' names no host; expected 'sftp://host/path' or 'sftp://user@host:port/path'",
+                setting="url",
+            )
+        # Of fsspec's, for transactions, which are not used.
+        self._options.pop("temppath", None)
+        self._known_hosts = self._options.pop("known_hosts", None)
+        self._policy = _host_key_policy(self._options.pop("host_key_policy", "reject"))
+        for name in ("timeout", "banner_timeout", "auth_timeout", "channel_timeout"):
+            self._options.setdefault(name, _CONNECT_S)
+        self._patience_s = config.job_deadline_s * _SHARE
+        self._connecting = threading.Lock()
+        self._client: paramiko.SSHClient | None = None
+        self._changed = threading.Condition()
+        self._idle: list[_Session] = []
+        self._opened = 0
+        self._most: int | None = None
+        self._watched: dict[object, tuple[float, paramiko.SSHClient]] = {}
+        self._closed = False
+        self._watchdog = threading.Thread(target=self._watch, name="kv-sftp-watchdog", daemon=True)
+        self._watchdog.start()
+
+    def run(self, work: Callable[[Any], ResultT]) -> ResultT:
+        """Return what a function makes of a filesystem. See :class:`Filesystems`.
+
+        Raises:
+            TimeoutError: It lasted longer than it may.
+            ConnectionError: There is no connection, again and again.
+        """
+        end = time.monotonic() + self._patience_s
+        for attempt in range(1, _ATTEMPTS + 1):
+            session = self._take()
+            if attempt == 1:
+                # Making a connection is not the work, and has limits of its own.
+                end = time.monotonic() + self._patience_s
+            try:
+                with self._watching(session.client, end):
+                    result = work(session.files)
+            except Exception as error:  # looked at below
+                if session.is_alive() and isinstance(error, (OSError, KVCoreError)):
+                    # An answer, if not the one that was wished for.
+                    self._give_back(session)
+                    raise
+                self._discard(session)
+                if time.monotonic() >= end:
+                    raise TimeoutError(
+                        f"no end within {self._patience_s:g} s; the connection was closed"
+                    ) from error
+                if attempt == _ATTEMPTS or self._closed:
+                    raise ConnectionError(
+                        f"the connection to {self._host!r} was lost: {error}"
+                    ) from error
+            except BaseException:
+                self._discard(session)
+                raise
+            else:
+                self._give_back(session)
+                return result
+        raise AssertionError("the last attempt returns or raises")
+
+    def strip(self, url: str) -> str:
+        """Return the path that a URL names."""
+        return str(SFTPFileSystem._strip_protocol(url))
+
+    def close(self) -> None:
+        """End the connection, the sessions over it, and the watchdog."""
+        with self._changed:
+            self._closed = True
+            self._idle.clear()
+            self._changed.notify_all()
+        self._watchdog.join()
+        with self._connecting:
+            client, self._client = self._client, None
+        if client is not None:
+            _close(client)
+
+    # -- sessions ---------------------------------------------------------------------------------
+
+    def _take(self) -> _Session:
+        """Return a session that nobody else has, and open one if need be."""
+        end = time.monotonic() + self._patience_s
+        while True:
+            with self._changed:
+                if self._closed:
+                    raise ConnectionError("the sessions have been closed")
+                while self._idle:
+                    session = self._idle.pop()
+                    if session.is_alive():
+                        return session
+                    self._opened -= 1
+                if self._most is not None and self._opened >= self._most:
+                    if not self._changed.wait(end - time.monotonic()):
+                        raise TimeoutError(
+                            f"the server allows {self._most} sessions, and none came free within "
+                            f"{self._patience_s:g} s"
+                        )
+                    continue
+                self._opened += 1
+            try:
+                return self._open_session(self._connection())
+            except paramiko.ChannelException:
+                # OpenSSH allows ten at a time ('MaxSessions').
+                with self._changed:
+                    self._opened -= 1
+                    if not self._opened:
+                        raise
+                    self._most = self._opened
+            except BaseException:
+                with self._changed:
+                    self._opened -= 1
+                    self._changed.notify()
+                raise
+
+    def _give_back(self, session: _Session) -> None:
+        with self._changed:
+            if not self._closed:
+                self._idle.append(session)
+                self._changed.notify()
+
+    def _discard(self, session: _Session) -> None:
+        with suppress(Exception):  # it is broken, and given up
+            session.close()
+        with self._changed:
+            self._opened -= 1
+            self._changed.notify()
+
+    def _open_session(self, client: paramiko.SSHClient) -> _Session:
+        with self._watching(client, time.monotonic() + _CONNECT_S):
+            transport = client.get_transport()
+            if transport is None:
+                raise ConnectionError(f"the connection to {self._host!r} was lost")
+            channel = transport.open_session(timeout=_CONNECT_S)
+            try:
+                channel.invoke_subsystem("sftp")
+                return _Session(client, paramiko.SFTPClient(channel))
+            except BaseException:
+                channel.close()
+                raise
+
+    # -- the connection ---------------------------------------------------------------------------
+
+    def _connection(self) -> paramiko.SSHClient:
+        with self._connecting:
+            if self._closed:
+                raise ConnectionError("the sessions have been closed")
+            if self._client is None or not _is_alive(self._client):
+                if self._client is not None:
+                    _close(self._client)
+                    self._client = None
+                self._client = self._connect()
+                with self._changed:
+                    self._most = None
+            return self._client
+
+    def _connect(self) -> paramiko.SSHClient:
+        client = paramiko.SSHClient()
+        try:
+            # Without a name, the user's own file, if there is one.
+            client.load_system_host_keys(self._known_hosts)
+            client.set_missing_host_key_policy(self._policy)
+            client.connect(self._host, **self._options)
+        except TypeError as error:
+            client.close()
+            raise TierOpenError(
+                "the filesystem 'sftp' refuses its 'storage_options': "
+                f"{self._config.hide_secrets(str(error))}"
+            ) from None
+        except paramiko.BadHostKeyException as error:
+            client.close()
+            raise ConnectionError(
+                f"{self._host!r} shows another host key than the known one: it was set up anew, "
+                "or somebody is in between. If it was, remove its line: ssh-keygen -R"
+            ) from error
+        except paramiko.AuthenticationException as error:
+            client.close()
+            raise PermissionError(f"{self._host!r} refuses the user: {error}") from error
+        except paramiko.SSHException as error:
+            client.close()
+            raise ConnectionError(f"no connection to {self._host!r}: {error}") from error
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    # -- the watchdog -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _watching(self, client: paramiko.SSHClient, end: float) -> Iterator[None]:
+        ticket = object()
+        with self._changed:
+            self._watched[ticket] = (end, client)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._watched.pop(ticket, None)
+
+    def _watch(self) -> None:
+        nap_s = min(self._patience_s, _CONNECT_S) * _NAP_SHARE
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                self._changed.wait_for(lambda: self._closed, nap_s)
+                now = time.monotonic()
+                late = {client for end, client in self._watched.values() if end <= now}
+            for client in late:
+                client.close()
+
+
+@final
+class _Refuse(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # paramiko has no types
+    """Refuses hosts that nobody vouches for."""
+
+    def missing_host_key(
+        self,
+        client: paramiko.SSHClient,  # noqa: ARG002 - paramiko's signature
+        hostname: str,
+        key: paramiko.PKey,
+    ) -> None:
+        raise ConnectionError(
+            f"the host key of {hostname!r} is not known ({key.get_name()}, "
+            f"{key.fingerprint}). If it is the right one, add it: ssh-keyscan HOST >> "
+            "~/.ssh/known_hosts; or name a file that has it as 'known_hosts' in 'storage_options'; "
+            "or set 'host_key_policy' there to 'auto_add' on a network that you trust"
+        )
+
+
+def _host_key_policy(name: Any) -> paramiko.MissingHostKeyPolicy:
+    if name == "reject":
+        return _Refuse()
+    if name not in _POLICIES:
+        raise ConfigError(
+            f"'host_key_policy' in 'storage_options' is {name!r}; expected 'reject', 'warning' or "
+            "'auto_add'",
+            setting="storage_options",
+        )
+    return _POLICIES[name]()
+
+
+def _is_alive(client: paramiko.SSHClient) -> bool:
+    transport = client.get_transport()
+    return transport is not None and transport.is_active()
+
+
+def _close(client: paramiko.SSHClient) -> None:
+    """Close a connection and wait for the thread that serves it."""
+    transport = client.get_transport()
+    client.close()
+    if transport is not None:
+        transport.join(_END_S)
