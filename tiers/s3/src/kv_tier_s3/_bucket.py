@@ -5,22 +5,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, cast, final
 
-from kv_core.errors import TierOpenError
 from kv_core.tierkit import Occasionally
+from kv_tier_s3._advice import cannot_open
+from kv_tier_s3._breaker import Breaker
 from kv_tier_s3._errors import S3Error, S3ErrorKind
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable, Sequence
     from typing import TypeVar
 
+    from botocore.credentials import ReadOnlyCredentials
     from typing_extensions import Buffer
 
     from kv_core.contract import TierContext
     from kv_tier_s3._config import S3Config
+    from kv_tier_s3._credentials import CredentialChain
 
     ResultT = TypeVar("ResultT")
 
@@ -28,53 +32,54 @@ __all__ = ["Bucket", "S3Client", "cannot_open"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-_BUCKET_KNOWN_S: Final = 5.0
-"""How long a bucket that has answered is taken to be there. HEAD of an object does not tell
-whether it is the object or the bucket that does not exist."""
+_BUCKET_KNOWN_S: Final = 0.2
+"""How long a bucket that has answered is taken to be there, so that a thousand misses are not a
+thousand questions. HEAD of an object does not tell whether the object or the bucket is missing."""
 
-_ADVICE: Final = {
-    S3ErrorKind.NO_BUCKET: "Make the bucket, or correct 'bucket'; the tier makes none itself",
-    S3ErrorKind.DENIED: (
-        "The credentials are wrong, or lack s3:GetObject, s3:PutObject or s3:DeleteObject below "
-        "the prefix, or s3:ListBucket, without which a missing object is answered with 403, too. "
-        "Check 'access_key_id' or 'profile', and the policy of the bucket"
-    ),
-    S3ErrorKind.EXPIRED: "Renew the credentials, or leave them out so that the usual chain does",
-    S3ErrorKind.REDIRECTED: "The bucket is in another region: set 'region' to that of the bucket",
-    S3ErrorKind.TIMEOUT: "Nothing answers: check 'endpoint_url', the network and its proxies",
-    S3ErrorKind.NETWORK: "No connection: check 'endpoint_url', the network and its proxies",
-    S3ErrorKind.TLS: (
-        "The certificate of the store is not trusted, or it speaks no TLS there: set 'ca_bundle', "
-        "or begin 'endpoint_url' with 'http://' if that is what it speaks"
-    ),
-    S3ErrorKind.THROTTLED: "The store asks for patience; start again later",
-    S3ErrorKind.SERVER: "The store has trouble of its own; look at its log",
-}
+_NO_SUCH_NAME: Final = "kv-core-asks-whether-there-is-a-bucket"
+
+_REFUSED: Final = frozenset({S3ErrorKind.DENIED, S3ErrorKind.EXPIRED})
+"""Errors that other credentials may not meet."""
+
+_ANSWERS: Final = frozenset({S3ErrorKind.RANGE, S3ErrorKind.PRECONDITION, S3ErrorKind.UNSUPPORTED})
+"""What is an answer to a condition of the request, and nothing that is wrong."""
+
+_WORTH_A_LINE_S: Final = 1.0
+"""Requests that were given up sooner were not slow: the tier was shut down under them."""
 
 
 class S3Client(Protocol):
-    """What the engines have in common. All errors are :class:`S3Error`."""
+    """What the engines have in common. All errors are :class:`S3Error`.
+
+    Attributes:
+        credentials: Where credentials come from that may change; ``None`` if they are settings.
+    """
+
+    @property
+    def credentials(self) -> CredentialChain | None:
+        """Where credentials come from."""
 
     async def open(self) -> None:
-        """Find credentials; connect."""
+        """Get ready for requests."""
 
     async def close(self) -> None:
         """Let go of everything; also after an ``open`` that failed half way."""
 
-    async def check_bucket(self) -> None:
-        """Ask for the bucket itself: ``NO_BUCKET`` when there is none."""
-
     async def length(self, name: str) -> int:
-        """Return the length of an object."""
-
-    async def get(self, name: str) -> Buffer:
-        """Return a whole object."""
+        """Return the length of an object, by HEAD: the error of a missing one has no code."""
 
     async def get_range(self, name: str, start: int, end: int) -> Buffer:
-        """Return a range of an object; ``RANGE`` when it is shorter."""
+        """Return a range of an object, as far as there is one; ``RANGE`` when there is nothing."""
 
-    async def put(self, name: str, data: bytes) -> None:
-        """Store an object in one request."""
+    async def get_into(self, name: str, parts: Sequence[memoryview]) -> int:
+        """Read an object into several buffers, and return its length.
+
+        Of an object that is longer than the buffers any greater number will do, and nothing of it
+        need be read; ``RANGE`` when it is empty is fine.
+        """
+
+    async def put(self, name: str, data: bytes, *, only_new: bool = False) -> None:
+        """Store an object in one request; with ``only_new``, ``PRECONDITION`` if there is one."""
 
     async def remove(self, name: str) -> None:
         """Remove an object; ``MISSING``, or nothing, when it is not there."""
@@ -90,22 +95,32 @@ class Bucket:
     """
 
     def __init__(self, client: S3Client, context: TierContext) -> None:
+        config = cast("S3Config", context.config)
         self.client = client
         self._clock = context.clock
         self._metrics = context.metrics
         self._tier_name = context.tier_name
-        self._known_until = float("-inf")
+        self._bucket = config.bucket
+        self._lookup_deadline_s = config.lookup_deadline_s
+        self._nothing = f"{config.prefix}/{_NO_SUCH_NAME}" if config.prefix else _NO_SUCH_NAME
+        self._breaker = Breaker(context.clock, config.error_backoff_s)
+        # When the bucket has answered last, and how.
+        self._seen_at = float("-inf")
+        self._seen: S3Error | None = None
+        self._looking = asyncio.Lock()
+        self._has_conditions = True
         self._warnings: dict[S3ErrorKind, Occasionally] = {}
 
     async def open(self) -> None:
-        """Connect, and see that the bucket is there as far as that may be asked."""
+        """Get ready, and see that there is a bucket of S3.
+
+        Raises:
+            S3Error: There is not, or nobody can say.
+        """
         await self.client.open()
-        try:
-            await self.client.check_bucket()
-        except S3Error as error:
-            # Many credentials may use objects and not ask for the bucket. The first object tells.
-            if error.kind is not S3ErrorKind.DENIED:
-                raise
+        if self.client.credentials is not None:
+            await self.client.credentials.get_frozen_credentials()
+        await self._see_bucket()
 
     async def close(self) -> None:
         """Close the client."""
@@ -118,71 +133,170 @@ class Bucket:
             FileNotFoundError: There is none, and the bucket is there.
             S3Error: It could not be found out.
         """
-        return await self._answer(self.client.length(name), name)
+        refused = self._breaker.refused
+        try:
+            return await self._breaker.call(lambda: self._length_in_time(name))
+        finally:
+            if self._breaker.refused > refused:
+                self._metrics.add("s3_lookups_not_asked", self._breaker.refused - refused)
 
-    async def get(self, name: str) -> Buffer:
-        """Return a whole object. Errors as for :meth:`length`."""
-        return await self._answer(self.client.get(name), name)
+    async def get(self, name: str, most_bytes: int) -> Buffer:
+        """Return an object, or the beginning of a longer one. Errors as for :meth:`length`."""
+        return await self.get_range(name, 0, most_bytes)
 
     async def get_range(self, name: str, start: int, end: int) -> Buffer:
         """Return a range of an object; nothing when it is shorter. Errors as above."""
         try:
-            return await self._answer(self.client.get_range(name, start, end), name)
+            return await self._answer("get", name, lambda: self.client.get_range(name, start, end))
         except S3Error as error:
             if error.kind is S3ErrorKind.RANGE:
                 return b""
             raise
 
+    async def get_into(self, name: str, parts: Sequence[memoryview]) -> int:
+        """Read an object into several buffers, and return its length. Errors as above."""
+        try:
+            return await self._answer("get", name, lambda: self.client.get_into(name, parts))
+        except S3Error as error:
+            if error.kind is S3ErrorKind.RANGE:
+                return 0
+            raise
+
     async def put(self, name: str, data: bytes) -> None:
         """Store an object."""
-        await self._answer(self.client.put(name, data), name)
+        await self._answer("put", name, lambda: self.client.put(name, data))
+
+    async def put_new(self, name: str, data: bytes) -> bool:
+        """Store an object unless there is one, if the store has conditions; else store it."""
+        if self._has_conditions:
+            try:
+                await self._answer("put", name, lambda: self.client.put(name, data, only_new=True))
+            except S3Error as error:
+                if error.kind is S3ErrorKind.PRECONDITION:
+                    return False
+                if error.kind is not S3ErrorKind.UNSUPPORTED:
+                    raise
+                self._has_conditions = False
+            else:
+                return True
+        await self.put(name, data)
+        return True
 
     async def remove(self, name: str) -> None:
         """Remove an object; one that is not there is removed already."""
         with suppress(FileNotFoundError):
-            await self._answer(self.client.remove(name), name)
+            await self._answer("delete", name, lambda: self.client.remove(name))
 
-    async def _answer(self, asking: Awaitable[ResultT], name: str) -> ResultT:
+    async def _length_in_time(self, name: str) -> int:
+        # Nobody waits longer for it, and it would keep a connection from those who do.
+        asking = self._answer("head", name, lambda: self.client.length(name))
         try:
-            result = await asking
+            return await asyncio.wait_for(asking, self._lookup_deadline_s)
+        except asyncio.TimeoutError:
+            detail = f"no answer within {self._lookup_deadline_s:g} s (lookup_deadline_s)"
+            raise self._timeout("head", name, detail) from None
+
+    async def _answer(
+        self, operation: str, name: str, ask: Callable[[], Awaitable[ResultT]]
+    ) -> ResultT:
+        """Make a request and count what becomes of it."""
+        began = self._clock()
+        try:
+            return await self._ask(operation, name, ask)
+        except asyncio.CancelledError:
+            took_s = self._clock() - began
+            error = self._timeout(operation, name, f"given up after {took_s:.1f} s")
+            self._note(error, worth_a_line=took_s >= _WORTH_A_LINE_S)
+            raise
         except S3Error as error:
-            if error.kind is S3ErrorKind.MISSING:
-                await self._require_bucket()
-                raise FileNotFoundError(name) from None
-            if error.kind is not S3ErrorKind.RANGE:
+            if error.kind not in _ANSWERS:
                 self._note(error)
             raise
-        self._known_until = self._clock() + _BUCKET_KNOWN_S
+
+    async def _ask(
+        self, operation: str, name: str, ask: Callable[[], Awaitable[ResultT]]
+    ) -> ResultT:
+        """Make a request, and once more with other credentials if it is refused for these."""
+        chain = self.client.credentials
+        used = None if chain is None else await chain.get_frozen_credentials()
+        try:
+            return await self._seeing(ask)
+        except S3Error as error:
+            found = await self._explained(error)
+        if found.kind in _REFUSED and await self._has_others(used):
+            try:
+                return await self._seeing(ask)
+            except S3Error as error:
+                found = await self._explained(error)
+        if found.kind is S3ErrorKind.MISSING and operation != "put":
+            raise FileNotFoundError(name)
+        raise found
+
+    async def _has_others(self, refused: ReadOnlyCredentials | None) -> bool:
+        chain = self.client.credentials
+        return chain is not None and refused is not None and await chain.renew(refused)
+
+    async def _seeing(self, ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        result = await ask()
+        self._seen_at, self._seen = self._clock(), None
         return result
 
-    async def _require_bucket(self) -> None:
-        """See that a missing object is missing from a bucket that is there.
+    async def _explained(self, error: S3Error) -> S3Error:
+        """Return an error with what HEAD has not told: which of several things it means."""
+        if error.operation != "head" or error.status is None or error.s3_code is not None:
+            return error
+        if error.kind in {S3ErrorKind.THROTTLED, S3ErrorKind.SERVER, S3ErrorKind.TIMEOUT}:
+            # What asks for patience is not to be asked twice as much.
+            return error
+        try:
+            await self._see_bucket()
+        except S3Error as reason:
+            return S3Error(
+                reason.kind,
+                error.operation,
+                error.name,
+                error.status,
+                reason.s3_code,
+                reason.detail,
+            )
+        return error
+
+    async def _see_bucket(self) -> None:
+        """See that there is a bucket, as far as that may be asked.
 
         Raises:
-            S3Error: There is no bucket, or nobody can say.
+            S3Error: There is none, or nobody can say.
         """
-        if self._clock() < self._known_until:
-            return
-        try:
-            await self.client.check_bucket()
-        except S3Error as error:
-            if error.kind is not S3ErrorKind.DENIED:
-                self._note(error)
-                raise
-        self._known_until = self._clock() + _BUCKET_KNOWN_S
+        async with self._looking:
+            if self._clock() - self._seen_at >= _BUCKET_KNOWN_S:
+                self._seen = await self._look()
+                self._seen_at = self._clock()
+            if self._seen is not None:
+                raise self._seen.with_traceback(None)
 
-    def _note(self, error: S3Error) -> None:
+    async def _look(self) -> S3Error | None:
+        """Ask for an object that nobody makes; how that is refused tells what is there."""
+        try:
+            await self.client.get_range(self._nothing, 0, 1)
+        except S3Error as error:
+            # Who may use objects and not list them is told "denied" of those that are not there.
+            if error.kind is S3ErrorKind.MISSING or error.s3_code == "AccessDenied":
+                return None
+            return error
+        return S3Error(
+            S3ErrorKind.NOT_S3,
+            "get",
+            f"{self._bucket}/{self._nothing}",
+            None,
+            None,
+            "an object that nobody makes is there",
+        )
+
+    def _timeout(self, operation: str, name: str, detail: str) -> S3Error:
+        return S3Error(S3ErrorKind.TIMEOUT, operation, f"{self._bucket}/{name}", None, None, detail)
+
+    def _note(self, error: S3Error, *, worth_a_line: bool = True) -> None:
         self._metrics.add(f"s3_errors_{error.kind.value}")
         due = self._warnings.setdefault(error.kind, Occasionally(self._clock))
-        if due.due():
+        if worth_a_line and due.due():
             _LOGGER.warning("tier %r: %s", self._tier_name, error)
-
-
-def cannot_open(config: S3Config, error: S3Error) -> TierOpenError:
-    """Return what an operator reads when the bucket cannot be used."""
-    advice = _ADVICE.get(error.kind, "See what the store said, and check all settings")
-    if error.kind is S3ErrorKind.TLS and (config.endpoint_url or "").startswith("http://"):
-        advice = "Check 'endpoint_url' and the proxies of the network"
-    return TierOpenError(
-        f"bucket {config.bucket!r} at {config.where} cannot be used: {error.message}. {advice}"
-    )

@@ -66,6 +66,10 @@ class S3Config(ObjectConfig):
     """The key for 'aws:kms', if it is not the account's default."""
     ca_bundle: Path | None = None
     """File of the certificates to trust, for stores with certificates of their own."""
+    io_threads: int = Field(default=32, ge=2, le=256)
+    """Transfers at a time, of which at most half are stores: a store over a network is mostly
+    waited for.
+    """
     max_attempts: int = Field(default=3, ge=1, le=20)
     """Attempts of a request that failed for a reason that passes, with growing, random pauses."""
     connect_timeout_s: float = Field(default=5.0, gt=0, le=600, allow_inf_nan=False)

@@ -37,10 +37,22 @@ class S3ErrorKind(enum.Enum):
     """No answer in time."""
     TLS = "tls"
     """The certificate of the store is not trusted, or it does not speak TLS."""
+    DNS = "dns"
+    """The host of the store has no address."""
     NETWORK = "network"
     """No connection, or one that broke off."""
+    NOT_S3 = "not_s3"
+    """What answers is no store that speaks S3: a web server, a gateway without one behind it."""
+    NO_CREDENTIALS = "no_credentials"
+    """There are no credentials to sign with, or they cannot be renewed."""
+    CLOCK = "clock"
+    """The clocks of this machine and of the store differ too much for signatures."""
+    FULL = "full"
+    """The store, or the share of it that is ours, is full."""
     PRECONDITION = "precondition"
     """A conditional request whose condition did not hold."""
+    UNSUPPORTED = "unsupported"
+    """The store does not know what it was asked for."""
     RANGE = "range"
     """The object is shorter than the range that was asked for."""
     OTHER = "other"
@@ -50,13 +62,23 @@ class S3ErrorKind(enum.Enum):
 # By code first: it says more than the status.
 _CODES: Final = {
     "NoSuchKey": S3ErrorKind.MISSING,
+    "NoSuchVersion": S3ErrorKind.MISSING,
+    # Moved to an archive by a lifecycle rule: it cannot be read, and may be stored anew.
+    "InvalidObjectState": S3ErrorKind.MISSING,
     "NoSuchBucket": S3ErrorKind.NO_BUCKET,
     "AccessDenied": S3ErrorKind.DENIED,
     "AccountProblem": S3ErrorKind.DENIED,
     "AllAccessDisabled": S3ErrorKind.DENIED,
     "InvalidAccessKeyId": S3ErrorKind.DENIED,
     "SignatureDoesNotMatch": S3ErrorKind.DENIED,
-    "NoCredentials": S3ErrorKind.DENIED,
+    "AuthorizationQueryParametersError": S3ErrorKind.DENIED,
+    "UnauthorizedAccess": S3ErrorKind.DENIED,
+    "RequestTimeTooSkewed": S3ErrorKind.CLOCK,
+    "QuotaExceeded": S3ErrorKind.FULL,
+    "InsufficientCapacity": S3ErrorKind.FULL,
+    "InsufficientStorage": S3ErrorKind.FULL,
+    "XMinioStorageFull": S3ErrorKind.FULL,
+    "XMinioAdminBucketQuotaExceeded": S3ErrorKind.FULL,
     "ExpiredToken": S3ErrorKind.EXPIRED,
     "ExpiredTokenException": S3ErrorKind.EXPIRED,
     "RequestExpired": S3ErrorKind.EXPIRED,
@@ -77,6 +99,7 @@ _CODES: Final = {
     "ServiceUnavailable": S3ErrorKind.SERVER,
     "PreconditionFailed": S3ErrorKind.PRECONDITION,
     "ConditionalRequestConflict": S3ErrorKind.PRECONDITION,
+    "NotImplemented": S3ErrorKind.UNSUPPORTED,
     "InvalidRange": S3ErrorKind.RANGE,
 }
 
@@ -93,23 +116,31 @@ _STATUSES: Final = {
     412: S3ErrorKind.PRECONDITION,
     416: S3ErrorKind.RANGE,
     429: S3ErrorKind.THROTTLED,
+    501: S3ErrorKind.UNSUPPORTED,
     504: S3ErrorKind.TIMEOUT,
+    507: S3ErrorKind.FULL,
 }
 _FIRST_SERVER_STATUS: Final = 500
 
+# What S3 explains with a code, so that what comes without one comes from somebody else.
+_EXPLAINED: Final = frozenset({400, 404, 405})
 
-def kind_of(status: int | None, code: str | None) -> S3ErrorKind:
+
+def kind_of(status: int | None, code: str | None, *, has_body: bool = True) -> S3ErrorKind:
     """Return the kind of an answer that is an error.
 
     Args:
         status: HTTP status, if there was an answer.
-        code: Code of S3, if the answer had one. Answers to HEAD have none.
+        code: Code of S3, if the answer had one.
+        has_body: Whether the answer could have had a code. Answers to HEAD have none.
     """
     known = _CODES.get(code or "")
     if known is not None:
         return known
     if status is None:
         return S3ErrorKind.OTHER
+    if has_body and not code and status in _EXPLAINED:
+        return S3ErrorKind.NOT_S3
     if status >= _FIRST_SERVER_STATUS:
         return _STATUSES.get(status, S3ErrorKind.SERVER)
     return _STATUSES.get(status, S3ErrorKind.OTHER)
@@ -140,6 +171,6 @@ class S3Error(TierError):
         """Make the text."""
         answer = " ".join(str(part) for part in (self.status, self.s3_code) if part is not None)
         super().__init__(
-            f"{self.operation} {self.name}: {self.kind.value}"
+            f"{f'{self.operation} {self.name}'.rstrip()}: {self.kind.value}"
             f"{f' ({answer})' if answer else ''}: {self.detail}"
         )

@@ -16,22 +16,37 @@ import botocore.session
 import obstore
 from obstore.store import S3Store
 
+from kv_tier_fsspec.store import scatter
 from kv_tier_s3._config import DEFAULT_REGION
+from kv_tier_s3._credentials import chain_of
 from kv_tier_s3._errors import S3Error, S3ErrorKind, kind_of
+from kv_tier_s3._masked_logs import MaskedLogs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pydantic import SecretStr
     from typing_extensions import Buffer
 
     from kv_tier_s3._config import S3Config
+    from kv_tier_s3._credentials import CredentialChain
 
 __all__ = ["ObstoreStore"]
 
 # obstore tells errors in words. What the store answered is quoted in them, and what had no answer
-# has a kind in the part for programmers.
-_STATUS: Final = re.compile(r"status code: ([1-5]\d\d)\b")
+# has a kind in the part for programmers, where the names of places are quoted or have a scheme.
+_STATUS: Final = re.compile(r"non-2xx status code: ([1-5]\d\d)\b")
 _CODE: Final = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
+_MESSAGE: Final = re.compile(r"<Message>([^<]*)</Message>")
 _KIND: Final = re.compile(r"\bkind: (Connect|Timeout|Request|Decode|Interrupted)\b")
-_TLS: Final = re.compile(r"certificate|InvalidContentType|UnknownIssuer|tls", re.IGNORECASE)
+_PLACES: Final = re.compile(r"\w+://\S*|\"(?:[^\"\\]|\\.)*\"")
+_TLS: Final = re.compile(
+    r"\b(?:InvalidCertificate|InvalidMessage|AlertReceived|PeerIncompatible|PeerMisbehaved)\(.*?\)"
+    r"|\bInvalidContentType\b",
+    re.DOTALL,
+)
+_DNS: Final = re.compile(r"failed to lookup address information[^\"]*")
+_REASON: Final = re.compile(r"message: \"([^\"]+)\"")
 _KINDS: Final = {
     "Connect": S3ErrorKind.NETWORK,
     "Timeout": S3ErrorKind.TIMEOUT,
@@ -39,12 +54,19 @@ _KINDS: Final = {
     "Decode": S3ErrorKind.NETWORK,
     "Interrupted": S3ErrorKind.NETWORK,
 }
+_WORDS: Final = {
+    # Who answers with success and none of what S3 says with it.
+    "Received non-partial response when range requested": S3ErrorKind.NOT_S3,
+    "Unable to extract metadata from headers": S3ErrorKind.NOT_S3,
+    "Received redirect without LOCATION": S3ErrorKind.REDIRECTED,
+}
 _FOR_PROGRAMMERS: Final = "Debug source:"
 
-_ASK_AGAIN_AFTER: Final = timedelta(minutes=1)
-"""The chain keeps credentials itself, and knows when they expire."""
-
-_NO_SUCH_NAME: Final = "kv-core-asks-whether-there-is-a-bucket"
+# The chain's loggers: what servers of credentials answer is printed at level DEBUG.
+_LOGGERS: Final = (
+    *(f"botocore.{name}" for name in ("credentials", "endpoint", "parsers", "tokens", "utils")),
+    *("botocore.auth", "botocore.hooks", "botocore.httpsession", "urllib3.connectionpool"),
+)
 
 
 @final
@@ -59,66 +81,63 @@ class ObstoreStore:
         self._config = config
         self._bucket = config.bucket
         self._store: S3Store | None = None
+        self.credentials = chain_of(config, config.hide_secrets)
+        self._hide = config.hide_secrets if self.credentials is None else self.credentials.hide
+        self._mask = MaskedLogs(_LOGGERS, self._hide)
+        # obstore bounds only the connections that it keeps while nobody uses them.
+        self._connections = asyncio.Semaphore(config.max_connections)
 
     async def open(self) -> None:
-        """Find credentials and region."""
-        # The chain may read files, run programs and ask servers.
+        """Find the region; connections are made by requests."""
+        self._mask.begin()
         try:
-            self._store = await asyncio.to_thread(_make_store, self._config)
-        except botocore.exceptions.BotoCoreError as error:
-            text = self._config.hide_secrets(str(error))
+            # Reads files.
+            self._store = await asyncio.to_thread(_make_store, self._config, self.credentials)
+        except botocore.exceptions.ProfileNotFound as error:
             raise S3Error(
-                S3ErrorKind.DENIED, "open", self._bucket, None, "NoCredentials", text
+                S3ErrorKind.NO_CREDENTIALS, "open", self._bucket, None, None, str(error)
             ) from None
+        except (botocore.exceptions.BotoCoreError, OSError, ValueError) as error:
+            raise self._error("open", "", error) from None
 
     async def close(self) -> None:
         """Let go of the connections."""
         self._store = None
-
-    async def check_bucket(self) -> None:
-        """Ask for an object that nobody makes: the answer tells whether the bucket is there."""
-        try:
-            await self.get(_NO_SUCH_NAME)
-        except S3Error as error:
-            if error.kind is not S3ErrorKind.MISSING:
-                raise
+        self._mask.end()
 
     async def length(self, name: str) -> int:
         """Return the length of an object."""
-        try:
-            found = await obstore.head_async(self._open_store(), name)
-        except Exception as error:  # noqa: BLE001 - told with its kind
-            raise self._error("head", name, error) from None
-        return found["size"]
-
-    async def get(self, name: str) -> Buffer:
-        """Return a whole object, in memory of the library's own."""
-        try:
-            answer = await obstore.get_async(self._open_store(), name)
-            return await answer.bytes_async()
-        except Exception as error:  # noqa: BLE001 - told with its kind
-            raise self._error("get", name, error) from None
+        found = await self._ask("head", name, obstore.head_async)
+        return int(found["size"])
 
     async def get_range(self, name: str, start: int, end: int) -> Buffer:
-        """Return a range of an object."""
-        try:
-            return await obstore.get_range_async(self._open_store(), name, start=start, end=end)
-        except Exception as error:  # noqa: BLE001 - told with its kind
-            raise self._error("get", name, error) from None
+        """Return a range of an object, as far as there is one."""
+        found: Buffer = await self._ask("get", name, obstore.get_range_async, start=start, end=end)
+        return found
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def get_into(self, name: str, parts: Sequence[memoryview]) -> int:
+        """Read an object into several buffers; return its length, or more than they hold."""
+        # One byte more than there should be, so that a longer object shows.
+        found = await self.get_range(name, 0, sum(map(len, parts)) + 1)
+        return scatter(found, parts)
+
+    async def put(self, name: str, data: bytes, *, only_new: bool = False) -> None:
         """Store an object in one request."""
-        try:
-            await obstore.put_async(self._open_store(), name, data, use_multipart=False)
-        except Exception as error:  # noqa: BLE001 - told with its kind
-            raise self._error("put", name, error) from None
+        mode = "create" if only_new else "overwrite"
+        await self._ask("put", name, obstore.put_async, data, use_multipart=False, mode=mode)
 
     async def remove(self, name: str) -> None:
         """Remove an object."""
-        try:
-            await obstore.delete_async(self._open_store(), name)
-        except Exception as error:  # noqa: BLE001 - told with its kind
-            raise self._error("delete", name, error) from None
+        await self._ask("delete", name, obstore.delete_async)
+
+    async def _ask(
+        self, operation: str, name: str, function: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        async with self._connections:
+            try:
+                return await function(self._open_store(), name, *arguments, **options)
+            except Exception as error:  # noqa: BLE001 - told with its kind
+                raise self._error(operation, name, error) from None
 
     def _open_store(self) -> S3Store:
         if self._store is None:
@@ -126,29 +145,43 @@ class ObstoreStore:
         return self._store
 
     def _error(self, operation: str, name: str, error: BaseException) -> S3Error:
-        text = str(error)
-        status, code, kind = (
-            found[1] if (found := pattern.search(text)) else None
-            for pattern in (_STATUS, _CODE, _KIND)
+        words, _, rest = str(error).partition(_FOR_PROGRAMMERS)
+        status, code, message = (
+            found[1] if (found := pattern.search(words)) else None
+            for pattern in (_STATUS, _CODE, _MESSAGE)
         )
+        place = f"{self._bucket}/{name}" if name else self._bucket
         if status is not None or code is not None:
-            told = kind_of(None if status is None else int(status), code)
-        elif _TLS.search(text):
-            told = S3ErrorKind.TLS
-        else:
-            told = _KINDS.get(kind or "", S3ErrorKind.OTHER)
-        detail = " ".join(self._config.hide_secrets(text.partition(_FOR_PROGRAMMERS)[0]).split())
-        return S3Error(
-            told,
-            operation,
-            f"{self._bucket}/{name}",
-            None if status is None else int(status),
-            code,
-            detail,
-        )
+            number = None if status is None else int(status)
+            kind = kind_of(number, code, has_body=operation != "head")
+            detail = "no message" if message is None else message
+            return S3Error(kind, operation, place, number, code, self._line(detail))
+        kind, reason = _without_answer(words, rest)
+        detail = f"{words} ({reason})" if reason else words
+        return S3Error(kind, operation, place, None, None, self._line(detail))
+
+    def _line(self, text: str) -> str:
+        return " ".join(self._hide(text).split())
 
 
-def _make_store(config: S3Config) -> S3Store:
+def _without_answer(words: str, rest: str) -> tuple[S3ErrorKind, str]:
+    """Return the kind of a request that got no answer of S3, and why, as far as that is told."""
+    for text, kind in _WORDS.items():
+        if text in words:
+            return kind, ""
+    found = _TLS.search(_PLACES.sub("", rest))
+    if found is not None:
+        return S3ErrorKind.TLS, " ".join(found[0].split())
+    found = _DNS.search(rest)
+    if found is not None:
+        return S3ErrorKind.DNS, found[0]
+    reason = _REASON.search(rest)
+    found = _KIND.search(rest)
+    kind = _KINDS[found[1]] if found is not None else S3ErrorKind.OTHER
+    return kind, "" if reason is None else reason[1]
+
+
+def _make_store(config: S3Config, chain: CredentialChain | None) -> S3Store:
     session = botocore.session.Session(profile=config.profile)
     options: Any = {"virtual_hosted_style_request": not config.uses_path_style}
     region = config.region or session.get_config_variable("region")
@@ -159,15 +192,7 @@ def _make_store(config: S3Config) -> S3Store:
         options["server_side_encryption"] = config.server_side_encryption
     if config.sse_kms_key_id is not None:
         options["sse_kms_key_id"] = config.sse_kms_key_id
-    provider: Any = None
-    if config.access_key_id is not None and config.secret_access_key is not None:
-        options["access_key_id"] = config.access_key_id.get_secret_value()
-        options["secret_access_key"] = config.secret_access_key.get_secret_value()
-        if config.session_token is not None:
-            options["session_token"] = config.session_token.get_secret_value()
-    else:
-        # The chain of the other engine, so that both find the same credentials.
-        provider = _Chain(session)
+    provider: Any = _Fixed(config) if chain is None else _FromChain(chain)
     client: Any = {
         "allow_http": (config.endpoint_url or "").startswith("http://"),
         "connect_timeout": timedelta(seconds=config.connect_timeout_s),
@@ -191,21 +216,39 @@ def _make_store(config: S3Config) -> S3Store:
 
 
 @final
-class _Chain:
-    """Credentials from botocore's chain, which renews those that expire."""
+class _Fixed:
+    """The key of the settings. Not as options, which obstore mixes with the environment's."""
 
-    def __init__(self, session: botocore.session.Session) -> None:
-        self._session = session
-        self._credentials = session.get_credentials()
-        if self._credentials is None:
-            raise botocore.exceptions.NoCredentialsError
+    def __init__(self, config: S3Config) -> None:
+        self._answer = {
+            "access_key_id": _plain(config.access_key_id),
+            "secret_access_key": _plain(config.secret_access_key),
+            "token": _plain(config.session_token),
+            "expires_at": None,
+        }
+
+    def __call__(self) -> dict[str, Any]:
+        """Return it."""
+        return self._answer
+
+
+@final
+class _FromChain:
+    """What the chain says now: it keeps credentials itself, so obstore is to keep none."""
+
+    def __init__(self, chain: CredentialChain) -> None:
+        self._chain = chain
 
     async def __call__(self) -> dict[str, Any]:
         """Return what is valid now."""
-        frozen = await asyncio.to_thread(self._credentials.get_frozen_credentials)
+        frozen = await self._chain.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.now(timezone.utc) + _ASK_AGAIN_AFTER,
+            "expires_at": datetime.now(timezone.utc),
         }
+
+
+def _plain(secret: SecretStr | None) -> str | None:
+    return None if secret is None else secret.get_secret_value()

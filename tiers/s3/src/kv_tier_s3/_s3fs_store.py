@@ -10,6 +10,7 @@ its error is that of botocore, which has status and code.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -19,33 +20,48 @@ import botocore.loaders
 from aiobotocore.session import AioSession
 from s3fs import S3FileSystem
 
+from kv_tier_fsspec.store import copy_bytes
 from kv_tier_s3._config import DEFAULT_REGION
+from kv_tier_s3._credentials import chain_of
 from kv_tier_s3._errors import S3Error, S3ErrorKind, kind_of
 from kv_tier_s3._masked_logs import MaskedLogs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pydantic import SecretStr
 
     from kv_tier_s3._config import S3Config
+    from kv_tier_s3._credentials import CredentialChain
 
 __all__ = ["S3fsStore"]
 
 # Reading them takes a tenth of a second of the processor. They never change.
 _DESCRIPTIONS: Final = botocore.loaders.create_loader()
 
-# What prints requests with their headers at level DEBUG. Session tokens are among those.
-_LOGGERS: Final = ("botocore.auth", "botocore.endpoint", "botocore.hooks", "s3fs")
+# What prints requests and answers at level DEBUG: session tokens are in headers, and keys in what
+# servers of credentials answer.
+_LOGGERS: Final = (
+    *(f"botocore.{name}" for name in ("auth", "client", "credentials", "endpoint", "hooks")),
+    *(f"botocore.{name}" for name in ("httpsession", "loaders", "parsers", "regions")),
+    *(f"botocore.{name}" for name in ("retryhandler", "session", "tokens", "utils")),
+    *(f"aiobotocore.{name}" for name in ("endpoint", "httpsession", "parsers", "utils")),
+    *("aiobotocore.regions", "s3fs", "urllib3.connectionpool"),
+)
+
+# What the library has received by then comes without being put together first.
+_PIECE_BYTES: Final = 2**18
 
 # From the special to the general: the first that fits.
 _KINDS: Final = (
     (boto.SSLError, S3ErrorKind.TLS),
     (ssl.SSLError, S3ErrorKind.TLS),
-    (boto.NoCredentialsError, S3ErrorKind.DENIED),
-    (boto.PartialCredentialsError, S3ErrorKind.DENIED),
-    (boto.CredentialRetrievalError, S3ErrorKind.EXPIRED),
-    (boto.TokenRetrievalError, S3ErrorKind.EXPIRED),
+    (boto.NoCredentialsError, S3ErrorKind.NO_CREDENTIALS),
+    (boto.PartialCredentialsError, S3ErrorKind.NO_CREDENTIALS),
+    (boto.CredentialRetrievalError, S3ErrorKind.NO_CREDENTIALS),
+    (boto.TokenRetrievalError, S3ErrorKind.NO_CREDENTIALS),
+    (boto.ProfileNotFound, S3ErrorKind.NO_CREDENTIALS),
+    (socket.gaierror, S3ErrorKind.DNS),
     (boto.ConnectTimeoutError, S3ErrorKind.TIMEOUT),
     (boto.ReadTimeoutError, S3ErrorKind.TIMEOUT),
     (asyncio.TimeoutError, S3ErrorKind.TIMEOUT),
@@ -56,6 +72,18 @@ _KINDS: Final = (
     (ConnectionError, S3ErrorKind.NETWORK),
     (boto.IncompleteReadError, S3ErrorKind.NETWORK),
 )
+
+
+class _FileSystem(S3FileSystem):  # type: ignore[misc]  # the library has no types
+    """Ends with the store that made it, and not when it is collected."""
+
+    @staticmethod
+    def close_session(loop: object, s3: object) -> None:
+        """Do nothing.
+
+        s3fs calls this from a finalizer, in every process that has a copy of the object. In a fork
+        it would take the connections of this process out of the selector that both share.
+        """
 
 
 @final
@@ -69,10 +97,12 @@ class S3fsStore:
     def __init__(self, config: S3Config) -> None:
         self._config = config
         self._bucket = config.bucket
-        self._mask = MaskedLogs(_LOGGERS, config.hide_secrets)
-        self._fs: Any = S3FileSystem(
+        self.credentials = chain_of(config, config.hide_secrets)
+        self._hide = config.hide_secrets if self.credentials is None else self.credentials.hide
+        self._mask = MaskedLogs(_LOGGERS, self._hide)
+        self._fs: Any = _FileSystem(
             **_options(config),
-            session=_make_session(config),
+            session=_make_session(config, self.credentials),
             asynchronous=True,
             loop=asyncio.get_running_loop(),
             skip_instance_cache=True,
@@ -86,12 +116,16 @@ class S3fsStore:
             self._put_options["SSEKMSKeyId"] = config.sse_kms_key_id
 
     async def open(self) -> None:
-        """Find credentials and make the session."""
+        """Make the session; connections are made by requests."""
         self._mask.begin()
         try:
             self._client = await self._fs.set_session()
+        except S3Error:
+            raise
         except Exception as error:  # noqa: BLE001 - told with its kind
             raise self._error("open", self._bucket, error) from None
+        if self._config.endpoint_url is not None:
+            self._client.meta.events.register("before-call.s3", _stay_here)
 
     async def close(self) -> None:
         """Close the session and its connections."""
@@ -102,45 +136,44 @@ class S3fsStore:
         finally:
             self._mask.end()
 
-    async def check_bucket(self) -> None:
-        """Ask for the bucket itself.
-
-        Raises:
-            S3Error: It is not there, or may not be asked for.
-        """
-        try:
-            await self._client.head_bucket(Bucket=self._bucket)
-        except Exception as error:  # noqa: BLE001 - told with its kind
-            failure = self._error("head", self._bucket, error)
-            if failure.kind is S3ErrorKind.MISSING:
-                failure = self._error("head", self._bucket, error, S3ErrorKind.NO_BUCKET)
-            raise failure from None
-
     async def length(self, name: str) -> int:
         """Return the length of an object."""
         answer = await self._ask("head", name, self._client.head_object)
         return int(answer["ContentLength"])
 
-    async def get(self, name: str) -> bytes:
-        """Return a whole object."""
-        return await self._read(name)
-
     async def get_range(self, name: str, start: int, end: int) -> bytes:
-        """Return a range of an object."""
-        return await self._read(name, Range=f"bytes={start}-{end - 1}")
-
-    async def _read(self, name: str, **options: Any) -> bytes:
-        answer = await self._ask("get", name, self._client.get_object, **options)
+        """Return a range of an object, as far as there is one."""
+        wanted = f"bytes={start}-{end - 1}"
+        answer = await self._ask("get", name, self._client.get_object, Range=wanted)
+        place = f"{self._bucket}/{name}"
+        found: bytes | None = None
         try:
             async with answer["Body"] as body:
-                found: bytes = await body.read()
+                if answer["ContentLength"] <= end - start:
+                    found = await body.read()
         except Exception as error:  # noqa: BLE001 - told with its kind
-            raise self._error("get", f"{self._bucket}/{name}", error) from None
+            raise self._error("get", place, error) from None
+        if found is None:
+            detail = "a range was asked for, and something longer is answered"
+            raise S3Error(S3ErrorKind.NOT_S3, "get", place, None, None, detail)
         return found
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def get_into(self, name: str, parts: Sequence[memoryview]) -> int:
+        """Read an object into several buffers; return its length. Nothing of one too long."""
+        answer = await self._ask("get", name, self._client.get_object)
+        length = int(answer["ContentLength"])
+        try:
+            async with answer["Body"] as body:
+                if length <= sum(map(len, parts)):
+                    length = await _fill(body, parts)
+        except Exception as error:  # noqa: BLE001 - told with its kind
+            raise self._error("get", f"{self._bucket}/{name}", error) from None
+        return length
+
+    async def put(self, name: str, data: bytes, *, only_new: bool = False) -> None:
         """Store an object in one request."""
-        await self._ask("put", name, self._client.put_object, Body=data, **self._put_options)
+        options = {**self._put_options, "IfNoneMatch": "*"} if only_new else self._put_options
+        await self._ask("put", name, self._client.put_object, Body=data, **options)
 
     async def remove(self, name: str) -> None:
         """Remove an object."""
@@ -152,22 +185,39 @@ class S3fsStore:
         except Exception as error:  # noqa: BLE001 - told with its kind
             raise self._error(operation, f"{self._bucket}/{name}", error) from None
 
-    def _error(
-        self, operation: str, name: str, error: BaseException, kind: S3ErrorKind | None = None
-    ) -> S3Error:
-        status, code, detail = None, None, error
+    def _error(self, operation: str, name: str, error: BaseException) -> S3Error:
         for link in _chain(error):
+            if isinstance(link, S3Error):
+                return link
             if isinstance(link, boto.ClientError):
                 status = link.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
                 code = link.response.get("Error", {}).get("Code")
-                detail = link
-                if str(code).isdigit():
-                    # What botocore puts where the answer had none.
-                    code = None
-                kind = kind or kind_of(status, code)
-                break
-        text = " ".join(self._config.hide_secrets(str(detail)).split())
-        return S3Error(kind or _kind_of_failure(error), operation, name, status, code, text)
+                # Where the answer had no code, botocore puts the status, or nothing.
+                code = None if not code or str(code).isdigit() else code
+                kind = kind_of(status, code, has_body=operation != "head")
+                detail = link.response.get("Error", {}).get("Message") or "no message"
+                return S3Error(kind, operation, name, status, code, self._line(str(detail)))
+        kind = _kind_of_failure(error)
+        return S3Error(kind, operation, name, None, None, self._line(_text_of_failure(error)))
+
+    def _line(self, text: str) -> str:
+        return " ".join(self._hide(text).split())
+
+
+async def _fill(body: Any, parts: Sequence[memoryview]) -> int:
+    """Read a body into buffers, piece by piece as it comes; return its length."""
+    total = 0
+    for part in parts:
+        done = 0
+        while done < len(part):
+            piece = await body.read(min(_PIECE_BYTES, len(part) - done))
+            if not piece:
+                return total + done
+            with part[done : done + len(piece)] as target:
+                copy_bytes(target, piece)
+            done += len(piece)
+        total += done
+    return total
 
 
 def _kind_of_failure(error: BaseException) -> S3ErrorKind:
@@ -177,6 +227,16 @@ def _kind_of_failure(error: BaseException) -> S3ErrorKind:
         if any(isinstance(link, error_type) for link in links):
             return kind
     return S3ErrorKind.OTHER
+
+
+def _text_of_failure(error: BaseException) -> str:
+    """Return what the library says, and what the system said, which it does not repeat."""
+    text = str(error) or type(error).__name__
+    for link in _chain(error):
+        reason = str(link)
+        if isinstance(link, OSError) and reason and reason not in text:
+            return f"{text} ({reason})"
+    return text
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -189,11 +249,34 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
-def _make_session(config: S3Config) -> AioSession:
+def _stay_here(context: dict[str, Any], **_: object) -> None:
+    """Have botocore believe that a request was redirected once.
+
+    It would look for the region of the bucket by asking the endpoint that has just sent it away,
+    and that of its answer again. Only AWS has regions to be looked for.
+    """
+    context.setdefault("s3_redirect", {})["redirected"] = True
+
+
+def _make_session(config: S3Config, chain: CredentialChain | None) -> AioSession:
     """Return a session of the tier's own, which shares nothing but the descriptions of AWS."""
     session = AioSession(profile=config.profile)
     session.register_component("data_loader", _DESCRIPTIONS)
+    if chain is not None:
+        session.register_component("credential_provider", _Provider(chain))
     return session
+
+
+@final
+class _Provider:
+    """Gives a session the tier's own chain in place of a chain of its own."""
+
+    def __init__(self, chain: CredentialChain) -> None:
+        self._chain = chain
+
+    async def load_credentials(self) -> CredentialChain:
+        """Return what botocore asks for what to sign a request with."""
+        return self._chain
 
 
 def _options(config: S3Config) -> dict[str, Any]:
