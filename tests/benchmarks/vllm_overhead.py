@@ -22,16 +22,17 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+ROOT = Path(__file__).parents[2]
+# Where the tests have their engine process.
+sys.path.insert(0, str(ROOT))
+
+from tests.integration.vllm._caches import Cache  # noqa: E402 - the path comes first
+from tests.integration.vllm._engine import Answers, Engine  # noqa: E402
+from tests.integration.vllm._processes import Fresh  # noqa: E402
+from tests.integration.vllm.conftest import Prompts  # noqa: E402
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from tests.integration.vllm.conftest import Answers, Cache, Engine, Prompts
-else:
-    # Where the tests have their engine process.
-    sys.path.insert(0, str(Path(__file__).parents[1] / "integration" / "vllm"))
-    from conftest import Cache, Engine, Prompts
-
-ROOT = Path(__file__).parents[2]
 
 # Keys and values of one block: ten layers of eight heads for the large model.
 BLOCK_BYTES = {"large": 2 * 10 * 8 * 64 * 4 * 32, "tiny": 64 << 10}
@@ -54,7 +55,7 @@ class Bench:
                 blocks=300, block_bytes=BLOCK_BYTES[self._model], store=store
             )
         return Engine(
-            python=self._python,
+            launch=Fresh(self._python),
             folder=self._folder,
             models=self._folder / "models",
             model=self._model,

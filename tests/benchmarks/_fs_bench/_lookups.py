@@ -46,8 +46,12 @@ class IndexCost:
         num_blocks: Blocks in the cache.
         open_s: Seconds of opening it.
         block_memory: Growth of the resident memory, in bytes a block.
-        lookup_us: One lookup, in microseconds.
+        lookup_us: One lookup, in microseconds, of requests for blocks that were stored one after
+            the other, as the prefix of a conversation is. Each request begins anywhere.
         dict_us: The same of a plain dict with as many keys, for comparison.
+        scattered_lookup_us: The same of the tier, every key from anywhere: nothing of it is in
+            the caches of the processor.
+        scattered_dict_us: The same of the dict.
         found: Share of the keys asked for that were found; 1 unless something is wrong.
     """
 
@@ -56,6 +60,8 @@ class IndexCost:
     block_memory: float
     lookup_us: float
     dict_us: float
+    scattered_lookup_us: float
+    scattered_dict_us: float
     found: float
 
 
@@ -88,6 +94,8 @@ def measure_index(folder: Path, layout: Layout, num_blocks: int, repeats: int) -
         statistics.median(cost.block_memory for cost in found),
         statistics.median(cost.lookup_us for cost in found),
         statistics.median(cost.dict_us for cost in found),
+        statistics.median(cost.scattered_lookup_us for cost in found),
+        statistics.median(cost.scattered_dict_us for cost in found),
         min(cost.found for cost in found),
     )
 
@@ -157,9 +165,8 @@ def _open_in_process(root: Path, layout: Layout, num_blocks: int) -> IndexCost:
     return IndexCost(**json.loads(done.stdout))
 
 
-def _time_dict(keys: Sequence[OffloadKey], num_blocks: int) -> float:
+def _time_dict(keys: Sequence[OffloadKey], present: dict[OffloadKey, None]) -> float:
     """Return the seconds of looking keys up in a plain dict, the median of some times."""
-    present = dict.fromkeys(example_key(number) for number in range(num_blocks))
     samples = []
     for _ in range(_LOOKUP_REPEATS):
         start = time.perf_counter()
@@ -168,9 +175,17 @@ def _time_dict(keys: Sequence[OffloadKey], num_blocks: int) -> float:
     return statistics.median(samples)
 
 
-def _some(num_blocks: int) -> list[int]:
+def _scattered(num_blocks: int) -> list[int]:
     """Return numbers of keys that were stored at any time, in no order."""
     numbers: list[int] = np.random.default_rng(4).integers(num_blocks, size=_KEYS).tolist()
+    return numbers
+
+
+def _in_requests(num_blocks: int) -> list[int]:
+    """Return as many, those of each request stored one after the other."""
+    requests = -(-_KEYS // _REQUEST_KEYS)
+    starts = np.random.default_rng(4).integers(num_blocks - _REQUEST_KEYS, size=requests)
+    numbers: list[int] = (starts[:, None] + np.arange(_REQUEST_KEYS)).ravel()[:_KEYS].tolist()
     return numbers
 
 
@@ -205,24 +220,32 @@ def _main(root: Path, layout: Layout, num_blocks: int) -> None:
         # Everything that the first opening loads is loaded before the measurement.
         contender.open(root.with_name("empty"), _BLOCK_BYTES, direct_io=False)
         contender.close()
-        keys = [example_key(n) for n in _some(num_blocks)]
+        orders = [[example_key(n) for n in f(num_blocks)] for f in (_in_requests, _scattered)]
         before = _resident_bytes()
         start = time.perf_counter()
         contender.open(root, _BLOCK_BYTES, direct_io=False)
         open_s = time.perf_counter() - start
         memory_bytes = _resident_bytes() - before
-        samples, found = [], 0
-        for repeat in range(_LOOKUP_REPEATS):
-            seconds, found = _look_up(contender.tier, keys, repeat)
-            samples.append(seconds / len(keys))
+        lookups, found = [], _KEYS
+        for keys in orders:
+            samples = []
+            for repeat in range(_LOOKUP_REPEATS):
+                seconds, hits = _look_up(contender.tier, keys, repeat)
+                samples.append(seconds / len(keys) * 1e6)
+                found = min(found, hits)
+            lookups.append(statistics.median(samples))
         contender.close(keep=True)
+    present = dict.fromkeys(example_key(number) for number in range(num_blocks))
+    dicts = [_time_dict(keys, present) / len(keys) * 1e6 for keys in orders]
     cost = {
         "num_blocks": num_blocks,
         "open_s": open_s,
         "block_memory": memory_bytes / num_blocks,
-        "lookup_us": statistics.median(samples) * 1e6,
-        "dict_us": _time_dict(keys, num_blocks) / len(keys) * 1e6,
-        "found": found / len(keys),
+        "lookup_us": lookups[0],
+        "dict_us": dicts[0],
+        "scattered_lookup_us": lookups[1],
+        "scattered_dict_us": dicts[1],
+        "found": found / _KEYS,
     }
     sys.stdout.write(json.dumps(cost) + "\n")
 

@@ -45,7 +45,8 @@ def print_tables(found: dict[str, Any], budgets: Sequence[Budget]) -> None:
     _line(
         f"{index['num_blocks']} blocks: open {index['open_s']:.2f} s, {index['block_memory']:.0f} "
         f"bytes of memory each, lookup {index['lookup_us']:.2f} microseconds (in a plain dict "
-        f"{index['dict_us']:.2f})"
+        f"{index['dict_us']:.2f}), of keys from anywhere {index['scattered_lookup_us']:.2f} "
+        f"({index['scattered_dict_us']:.2f})"
     )
     _line(
         f"lookups beside 16 I/O threads: p50 {busy['p50_us']:.2f}, p99 {busy['p99_us']:.2f} "

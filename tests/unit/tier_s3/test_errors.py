@@ -30,7 +30,7 @@ CONFIG = parse_tier_config("cold", S3Config, {"bucket": "kv-cache"})
     ("status", "code", "kind"),
     [
         (404, "NoSuchKey", S3ErrorKind.MISSING),
-        (404, None, S3ErrorKind.MISSING),
+        (404, None, S3ErrorKind.NOT_S3),
         (404, "NoSuchBucket", S3ErrorKind.NO_BUCKET),
         (403, None, S3ErrorKind.DENIED),
         (403, "AccessDenied", S3ErrorKind.DENIED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 from urllib.parse import urlsplit
 
@@ -13,7 +14,9 @@ from kv_conformance.harness import BaseHarness, Corruption, Fault, HarnessError
 from kv_core.tierkit.objects import TRAILER_BYTES, ObjectNames, read_trailer
 from kv_tier_s3 import Engine, kv_core_register_tier
 from kv_tier_s3._harness._proxy import FaultProxy
-from kv_tier_s3._harness._seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer, make_client
+from kv_tier_s3._harness._rgw import Rgw
+from kv_tier_s3._harness._seaweed import SeaweedServer
+from kv_tier_s3._harness._server import S3Access
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -21,26 +24,30 @@ if TYPE_CHECKING:
 
     from kv_conformance.harness import Opening, Subject
     from kv_core.contract import OffloadKey
+    from kv_tier_s3._harness._server import S3Server
 
-__all__ = ["ObstoreHarness", "S3Harness"]
+__all__ = ["ObstoreHarness", "RgwHarness", "RgwObstoreHarness", "S3Harness"]
 
-_ENDPOINT: Final = "KV_TIER_S3_ENDPOINT"
-_BUCKET: Final = "KV_TIER_S3_BUCKET"
-_ACCESS_KEY: Final = "KV_TIER_S3_ACCESS_KEY"
-_SECRET_KEY: Final = "KV_TIER_S3_SECRET_KEY"  # noqa: S105 - the name of a variable
-
+_BUCKET: Final = "kv-conformance"
 _ABSENT_STATUS: Final = 404
 
 
 class S3Harness(BaseHarness):
     """The harness of the tier ``s3``.
 
-    Starts a SeaweedFS, unless the environment names a server: ``KV_TIER_S3_ENDPOINT``, and with it
-    ``KV_TIER_S3_BUCKET``, ``KV_TIER_S3_ACCESS_KEY`` and ``KV_TIER_S3_SECRET_KEY``. Tiers that will
-    see faults reach the server through a proxy.
+    Starts a server, unless the environment names one: ``KV_TIER_S3_ENDPOINT``, and with it
+    ``KV_TIER_S3_BUCKET``, ``KV_TIER_S3_ACCESS_KEY`` and ``KV_TIER_S3_SECRET_KEY``; with https also
+    ``KV_TIER_S3_CA_FILE``. Tiers that will see faults reach the server through a proxy.
+
+    Attributes:
+        engine: The client library of the tier.
+        server_type: The kind of server that is started.
+        tls: Whether it is reached over https.
     """
 
     engine: ClassVar[Engine] = Engine.S3FS
+    server_type: ClassVar[type[S3Server]] = SeaweedServer
+    tls: ClassVar[bool] = False
 
     spec = kv_core_register_tier()
     # A request that hangs is given up.
@@ -49,30 +56,29 @@ class S3Harness(BaseHarness):
 
     def __init__(self, workdir: Path) -> None:
         super().__init__(workdir)
-        self._server: SeaweedServer | None = None
+        self._server: S3Server | None = None
         self._proxy: FaultProxy | None = None
-        self._endpoint = os.environ.get(_ENDPOINT, "")
-        self._bucket = os.environ.get(_BUCKET, "kv-conformance")
-        self._keys = (
-            os.environ.get(_ACCESS_KEY, ACCESS_KEY),
-            os.environ.get(_SECRET_KEY, SECRET_KEY),
-        )
+        self._access: S3Access | None = None
+        self._bucket = _BUCKET
         self._client: Any = None
 
     @override
     def start(self) -> None:
-        if not self._endpoint:
-            self._server = SeaweedServer(self.workdir / "seaweedfs", self._bucket)
+        if S3Access.is_in_environment():
+            self._access, self._bucket = S3Access.from_environment()
+        else:
+            self._server = self.server_type(self.workdir / self.server_type.name)
             self._server.start()
-            self._endpoint = self._server.endpoint
-        parts = urlsplit(self._endpoint)
-        if parts.scheme != "http" or parts.hostname is None or parts.port is None:
+            self._server.make_bucket(self._bucket)
+            self._access = self._server.tls_access if self.tls else self._server.access
+        parts = urlsplit(self._access.endpoint_url)
+        if parts.hostname is None or parts.port is None:
             raise HarnessError(
-                f"{_ENDPOINT} must be 'http://<host>:<port>', found {self._endpoint!r}: faults are "
-                "made by a proxy, which cannot look into TLS"
+                "the address of the server must be 'http://<host>:<port>' or 'https://...', found "
+                f"{self._access.endpoint_url!r}: faults are made by a proxy in front of it"
             )
-        self._proxy = FaultProxy(parts.hostname, parts.port)
-        self._client = make_client(self._endpoint, *self._keys)
+        self._proxy = FaultProxy(parts.hostname, parts.port, tls=parts.scheme == "https")
+        self._client = self._access.client()
 
     @override
     def stop(self) -> None:
@@ -85,16 +91,16 @@ class S3Harness(BaseHarness):
 
     def settings(self, opening: Opening) -> Mapping[str, Any]:
         """Return the settings for a prefix; through the proxy if faults will be injected."""
-        endpoint = self._endpoint
+        if self._access is None:
+            raise HarnessError("the harness was not started")
+        access = self._access
         if opening.faults and self._proxy is not None:
-            endpoint = f"http://127.0.0.1:{self._proxy.port}"
-        access_key, secret_key = self._keys
+            # At the address that the certificate of a server of ours is for.
+            scheme = urlsplit(access.endpoint_url).scheme
+            access = replace(access, endpoint_url=f"{scheme}://127.0.0.1:{self._proxy.port}")
         return {
-            "bucket": self._bucket,
+            **access.settings(self._bucket),
             "prefix": self._prefix(opening),
-            "endpoint_url": endpoint,
-            "access_key_id": access_key,
-            "secret_access_key": secret_key,
             # Once more would be later than the deadlines that the suite sets.
             "max_attempts": 1,
             "engine": self.engine.value,
@@ -188,3 +194,19 @@ class ObstoreHarness(S3Harness):
     """The same with the other engine."""
 
     engine = Engine.OBSTORE
+
+
+@final
+class RgwHarness(S3Harness):
+    """The same on Ceph's gateway."""
+
+    server_type = Rgw
+
+
+@final
+class RgwObstoreHarness(S3Harness):
+    """The other engine on Ceph's gateway, over https."""
+
+    engine = Engine.OBSTORE
+    server_type = Rgw
+    tls = True

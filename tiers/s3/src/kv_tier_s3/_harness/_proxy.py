@@ -34,13 +34,16 @@ class FaultProxy:
     Args:
         host: The server.
         port: Its port.
+        tls: Whether TLS passes through. Then what fails is a connection that breaks off, as the
+            proxy cannot answer inside of it.
 
     Attributes:
         port: Where the proxy listens, on loopback.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, tls: bool = False) -> None:
         self._server = (host, port)
+        self._tls = tls
         self._fault: Fault | None = None
         self._healed = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
@@ -99,7 +102,8 @@ class FaultProxy:
         self._connections.add(task)
         try:
             if self._fault is Fault.ERROR:
-                await _refuse(reader, writer)
+                if not self._tls:
+                    await _refuse(reader, writer)
             else:
                 await self._connect(reader, writer)
         except (OSError, asyncio.CancelledError):
