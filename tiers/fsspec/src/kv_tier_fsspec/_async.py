@@ -79,11 +79,12 @@ class FsspecStore:
             found = b""
         return found
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def put(self, name: str, data: bytes | bytearray) -> None:
         """Store an object in one request."""
-        await self.fs._pipe_file(name, data)
+        # A copy: some filesystems take nothing but bytes, and some keep what they are given.
+        await self.fs._pipe_file(name, bytes(data))
 
-    async def put_new(self, name: str, data: bytes) -> bool:
+    async def put_new(self, name: str, data: bytes | bytearray) -> bool:
         """Store an object unless there is one. Asks before: few filesystems have a condition."""
         try:
             await self.fs._info(name)

@@ -76,6 +76,13 @@ class Blocks:
         # One after the other: the slot does not change, so the checksum is that of the copy.
         return b"".join((payload, self.format.trailer(key, payload)))
 
+    def give_into(self, key: OffloadKey, payload: memoryview, whole: bytearray) -> None:
+        """Make the whole object of a block in a buffer of its length."""
+        with memoryview(whole) as view, view[: self.format.payload_bytes] as target:
+            copy_bytes(target, payload)
+            # Of the copy, which the processor has at hand.
+            view[self.format.payload_bytes :] = self.format.trailer(key, target)
+
     def tail_range(self) -> tuple[int, int]:
         """Return the range of an object that says whether it is whole: its trailer, and no more.
 

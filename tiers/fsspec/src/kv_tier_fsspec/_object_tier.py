@@ -6,7 +6,6 @@ library starts for itself, its store ends in ``close``.
 
 from __future__ import annotations
 
-import asyncio
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -16,6 +15,7 @@ from kv_core.errors import KVCoreError
 from kv_core.tierkit import AsyncioTier
 from kv_core.tierkit.objects import check_description, describe_namespace
 from kv_tier_fsspec._blocks import ABSENT_ERRORS, Blocks, open_error
+from kv_tier_fsspec._staging import Staging
 
 if TYPE_CHECKING:
     from kv_core.contract import OffloadKey
@@ -51,9 +51,8 @@ class ObjectTier(AsyncioTier):
     async def open(self) -> None:
         self._store: ObjectStore = self.make_store()
         self._blocks = Blocks.of(self.context, self.root(self._store))
-        self._staging = asyncio.Semaphore(
-            self.config.most_transfers(self._blocks.format.object_bytes)
-        )
+        object_bytes = self._blocks.format.object_bytes
+        self._staging = Staging(object_bytes, self.config.most_transfers(object_bytes))
         name = self._blocks.names.description
         try:
             await self._store.open()
@@ -89,7 +88,7 @@ class ObjectTier(AsyncioTier):
 
     @override
     async def read_block(self, key: OffloadKey, buffer: memoryview) -> None:
-        async with self._staging:
+        async with self._staging.turn():
             try:
                 await self._blocks.read(key, self._store, buffer)
             except ABSENT_ERRORS:
@@ -98,8 +97,8 @@ class ObjectTier(AsyncioTier):
     @override
     async def write_block(self, key: OffloadKey, data: memoryview) -> int:
         name = self._blocks.names.block(key)
-        async with self._staging:
-            whole = self._blocks.give(key, data)
+        async with self._staging.buffer() as whole:
+            self._blocks.give_into(key, data, whole)
             if not await self._store.put_new(name, whole):
                 # What is there may be damaged, or half of what it should be.
                 if await self._is_stored(key, name):

@@ -19,7 +19,12 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
     By numpy, which lets other threads run: a slice of a memoryview holds them up for as long as the
     copy takes, a millisecond for a large block, and the engine's thread is one of them.
+
+    Raises:
+        ValueError: The lengths differ.
     """
+    if len(target) != len(source):
+        raise ValueError(f"{len(source)} bytes are to be copied over {len(target)}")
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 

@@ -68,10 +68,13 @@ class ObjectStore(Protocol):
             FileNotFoundError: There is no such object.
         """
 
-    async def put(self, name: str, data: bytes) -> None:
-        """Store an object, so that readers see all of it or what was there before."""
+    async def put(self, name: str, data: bytes | bytearray) -> None:
+        """Store an object, so that readers see all of it or what was there before.
 
-    async def put_new(self, name: str, data: bytes) -> bool:
+        The data are of the caller, who may write other data over them once the call has succeeded.
+        """
+
+    async def put_new(self, name: str, data: bytes | bytearray) -> bool:
         """Store an object unless there is one, as :meth:`put` does; ``False``: there is one.
 
         In one request where the storage has conditional ones. Where it has none, asking before is

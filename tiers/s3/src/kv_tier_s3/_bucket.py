@@ -78,7 +78,7 @@ class S3Client(Protocol):
         need be read; ``RANGE`` when it is empty is fine.
         """
 
-    async def put(self, name: str, data: bytes, *, only_new: bool = False) -> None:
+    async def put(self, name: str, data: bytes | bytearray, *, only_new: bool = False) -> None:
         """Store an object in one request; with ``only_new``, ``PRECONDITION`` if there is one."""
 
     async def remove(self, name: str) -> None:
@@ -162,11 +162,11 @@ class Bucket:
                 return 0
             raise
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def put(self, name: str, data: bytes | bytearray) -> None:
         """Store an object."""
         await self._answer("put", name, lambda: self.client.put(name, data))
 
-    async def put_new(self, name: str, data: bytes) -> bool:
+    async def put_new(self, name: str, data: bytes | bytearray) -> bool:
         """Store an object unless there is one, if the store has conditions; else store it."""
         if self._has_conditions:
             try:

@@ -121,7 +121,7 @@ class ObstoreStore:
         found = await self.get_range(name, 0, sum(map(len, parts)) + 1)
         return scatter(found, parts)
 
-    async def put(self, name: str, data: bytes, *, only_new: bool = False) -> None:
+    async def put(self, name: str, data: bytes | bytearray, *, only_new: bool = False) -> None:
         """Store an object in one request."""
         mode = "create" if only_new else "overwrite"
         await self._ask("put", name, obstore.put_async, data, use_multipart=False, mode=mode)

@@ -170,7 +170,7 @@ class S3fsStore:
             raise self._error("get", f"{self._bucket}/{name}", error) from None
         return length
 
-    async def put(self, name: str, data: bytes, *, only_new: bool = False) -> None:
+    async def put(self, name: str, data: bytes | bytearray, *, only_new: bool = False) -> None:
         """Store an object in one request."""
         options = {**self._put_options, "IfNoneMatch": "*"} if only_new else self._put_options
         await self._ask("put", name, self._client.put_object, Body=data, **options)
