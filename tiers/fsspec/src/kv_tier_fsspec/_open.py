@@ -34,6 +34,10 @@ def make_tier(context: TierContext) -> SecondaryTierManager:
             "object in one request; leave it out, or set it to 'put'",
             setting="publication",
         )
+    if config.protocol in {"az", "abfs", "abfss"}:
+        from kv_tier_fsspec._azure import AzureFsspecTier
+
+        return AzureFsspecTier(context)
     from kv_tier_fsspec._async import AsyncFsspecTier
 
     return AsyncFsspecTier(context)
