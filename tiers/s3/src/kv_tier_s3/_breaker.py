@@ -40,19 +40,17 @@ class Breaker:
     Args:
         clock: Monotonic seconds.
         backoff_s: Seconds from a failure to the next question while it is open.
-
-    Attributes:
-        refused: Questions that were not asked.
+        note_refusal: Called for each question that is not asked.
     """
 
-    def __init__(self, clock: Clock, backoff_s: float) -> None:
+    def __init__(self, clock: Clock, backoff_s: float, note_refusal: Callable[[], object]) -> None:
         self._clock = clock
         self._backoff_s = backoff_s
         self._in_a_row = 0
         self._last: S3Error | None = None
         self._retry_at = 0.0
         self._probe: asyncio.Future[None] | None = None
-        self.refused = 0
+        self._note_refusal = note_refusal
 
     @property
     def is_open(self) -> bool:
@@ -102,7 +100,7 @@ class Breaker:
     def _refusal(self) -> S3Error:
         if self._last is None:
             raise AssertionError("only errors open the breaker")
-        self.refused += 1
+        self._note_refusal()
         last = self._last
         return S3Error(
             last.kind,

@@ -103,7 +103,11 @@ class Bucket:
         self._bucket = config.bucket
         self._lookup_deadline_s = config.lookup_deadline_s
         self._nothing = f"{config.prefix}/{_NO_SUCH_NAME}" if config.prefix else _NO_SUCH_NAME
-        self._breaker = Breaker(context.clock, config.error_backoff_s)
+        self._breaker = Breaker(
+            context.clock,
+            config.error_backoff_s,
+            lambda: self._metrics.add("s3_lookups_not_asked"),
+        )
         # When the bucket has answered last, and how.
         self._seen_at = float("-inf")
         self._seen: S3Error | None = None
@@ -133,12 +137,7 @@ class Bucket:
             FileNotFoundError: There is none, and the bucket is there.
             S3Error: It could not be found out.
         """
-        refused = self._breaker.refused
-        try:
-            return await self._breaker.call(lambda: self._length_in_time(name))
-        finally:
-            if self._breaker.refused > refused:
-                self._metrics.add("s3_lookups_not_asked", self._breaker.refused - refused)
+        return await self._breaker.call(lambda: self._length_in_time(name))
 
     async def get(self, name: str, most_bytes: int) -> Buffer:
         """Return an object, or the beginning of a longer one. Errors as for :meth:`length`."""
