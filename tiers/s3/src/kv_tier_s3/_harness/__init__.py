@@ -10,12 +10,14 @@ from kv_tier_s3._harness._harness import (
     RgwObstoreHarness,
     S3Harness,
 )
+from kv_tier_s3._harness._proxy import FaultProxy
 from kv_tier_s3._harness._rgw import Rgw
 from kv_tier_s3._harness._seaweed import SeaweedServer
 from kv_tier_s3._harness._server import Rights, S3Access, S3Server
 
 __all__ = [
     "Certificates",
+    "FaultProxy",
     "ObstoreHarness",
     "Rgw",
     "RgwHarness",

@@ -206,7 +206,7 @@ class S3Server(ABC):
     @property
     @abstractmethod
     def _daemons(self) -> tuple[Daemon, ...]:
-        """The processes, in the order in which they are started."""
+        """The processes, in the order in which they are started. The last answers requests."""
 
     @abstractmethod
     def _prepare(self) -> tuple[S3Access, S3Access]:
@@ -275,14 +275,12 @@ class S3Server(ABC):
     def freeze(self) -> None:
         """Freeze it (SIGSTOP): connections are taken by the kernel, and requests hang."""
         if os.getpid() == self._owner:
-            for daemon in reversed(self._daemons):
-                daemon.freeze()
+            self._daemons[-1].freeze()
 
     def thaw(self) -> None:
         """Let it go on. Idempotent."""
         if os.getpid() == self._owner:
-            for daemon in self._daemons:
-                daemon.thaw()
+            self._daemons[-1].thaw()
 
     def __enter__(self) -> Self:
         self.start()
