@@ -8,7 +8,7 @@ from kv_core.errors import TierOpenError
 from kv_tier_s3._errors import S3Error, S3ErrorKind
 
 if TYPE_CHECKING:
-    from kv_tier_s3._config import S3Config
+    from kv_tier_s3._config import BucketConfig
 
 __all__ = ["cannot_open"]
 
@@ -76,7 +76,7 @@ _ADVICE: Final = {
 _BROKE_OFF: Final = frozenset({S3ErrorKind.NETWORK, S3ErrorKind.NOT_S3, S3ErrorKind.TIMEOUT})
 
 
-def cannot_open(config: S3Config, error: S3Error) -> TierOpenError:
+def cannot_open(config: BucketConfig, error: S3Error) -> TierOpenError:
     """Return what an operator reads when the bucket cannot be used."""
     advice = _ADVICE_BY_CODE.get(error.s3_code or "") or _ADVICE.get(
         error.kind, "See what the store said, and check all settings"

@@ -16,7 +16,7 @@ from kv_tier_fsspec import ObjectConfig
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DEFAULT_REGION", "Engine", "S3Config"]
+__all__ = ["DEFAULT_REGION", "BucketConfig", "Engine", "S3Config"]
 
 DEFAULT_REGION: Final = "us-east-1"
 """What stores that know no regions sign with."""
@@ -33,8 +33,8 @@ class Engine(enum.Enum):
     """obstore, in Rust: faster; ``pip install 'kv-tier-s3[obstore]'``."""
 
 
-class S3Config(ObjectConfig):
-    """What an operator can set."""
+class BucketConfig(ObjectConfig):
+    """What an operator can set of every tier in a bucket, whatever moves the objects."""
 
     bucket: str
     """The bucket. It must exist; the tier never makes one."""
@@ -60,10 +60,6 @@ class S3Config(ObjectConfig):
     """Whether the bucket is in the path or in the host name; 'auto' is 'path' with an
     'endpoint_url'.
     """
-    server_side_encryption: Literal["AES256", "aws:kms"] | None = None
-    """What the store is to encrypt with, if it does not by itself."""
-    sse_kms_key_id: str | None = None
-    """The key for 'aws:kms', if it is not the account's default."""
     ca_bundle: Path | None = None
     """File of the certificates to trust, for stores with certificates of their own."""
     io_threads: int = Field(default=32, ge=2, le=256)
@@ -72,14 +68,6 @@ class S3Config(ObjectConfig):
     """
     max_attempts: int = Field(default=3, ge=1, le=20)
     """Attempts of a request that failed for a reason that passes, with growing, random pauses."""
-    connect_timeout_s: float = Field(default=5.0, gt=0, le=600, allow_inf_nan=False)
-    """Longest time for a connection to be made."""
-    read_timeout_s: float = Field(default=20.0, gt=0, le=3600, allow_inf_nan=False)
-    """Longest silence of the store in the middle of an answer."""
-    max_connections: int = Field(default=32, ge=1, le=1024)
-    """Connections at a time."""
-    engine: Engine = Engine.S3FS
-    """The client library: 's3fs' or 'obstore'."""
 
     @property
     def uses_path_style(self) -> bool:
@@ -153,6 +141,27 @@ class S3Config(ObjectConfig):
                 "'session_token' belongs to an 'access_key_id', which is missing",
                 setting="session_token",
             )
+        return self
+
+
+class S3Config(BucketConfig):
+    """What an operator can set of the tier ``s3``."""
+
+    server_side_encryption: Literal["AES256", "aws:kms"] | None = None
+    """What the store is to encrypt with, if it does not by itself."""
+    sse_kms_key_id: str | None = None
+    """The key for 'aws:kms', if it is not the account's default."""
+    connect_timeout_s: float = Field(default=5.0, gt=0, le=600, allow_inf_nan=False)
+    """Longest time for a connection to be made."""
+    read_timeout_s: float = Field(default=20.0, gt=0, le=3600, allow_inf_nan=False)
+    """Longest silence of the store in the middle of an answer."""
+    max_connections: int = Field(default=32, ge=1, le=1024)
+    """Connections at a time."""
+    engine: Engine = Engine.S3FS
+    """The client library: 's3fs' or 'obstore'."""
+
+    @model_validator(mode="after")
+    def _check_encryption(self) -> Self:
         if self.sse_kms_key_id is not None and self.server_side_encryption != "aws:kms":
             raise ConfigError(
                 "'sse_kms_key_id' needs 'server_side_encryption' to be 'aws:kms'",
