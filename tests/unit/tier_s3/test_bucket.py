@@ -71,7 +71,7 @@ class Client:
         await self._answer("get")
         return 5
 
-    async def put(self, name: str, data: bytes, *, only_new: bool = False) -> None:
+    async def put(self, name: str, data: bytes | bytearray, *, only_new: bool = False) -> None:
         """Answer PUT."""
         await self._answer("put_new" if only_new else "put")
 
@@ -102,7 +102,7 @@ class Chain:
     async def renew(self, refused: ReadOnlyCredentials) -> bool:
         """Take the next ones."""
         self.now = self.next
-        return self.now != refused
+        return bool(self.now != refused)
 
 
 class Counts:

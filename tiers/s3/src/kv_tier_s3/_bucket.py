@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast, final
 from kv_core.tierkit import Occasionally
 from kv_tier_s3._advice import cannot_open
 from kv_tier_s3._breaker import Breaker
+from kv_tier_s3._counts import ErrorCounts
 from kv_tier_s3._errors import S3Error, S3ErrorKind
 
 if TYPE_CHECKING:
@@ -92,13 +93,17 @@ class Bucket:
     Args:
         client: An engine, not open yet.
         context: What the tier was given.
+
+    Attributes:
+        client: The engine.
+        counts: Errors by kind.
     """
 
     def __init__(self, client: S3Client, context: TierContext) -> None:
         config = cast("S3Config", context.config)
         self.client = client
         self._clock = context.clock
-        self._metrics = context.metrics
+        self.counts = ErrorCounts(context.metrics)
         self._tier_name = context.tier_name
         self._bucket = config.bucket
         self._lookup_deadline_s = config.lookup_deadline_s
@@ -106,7 +111,7 @@ class Bucket:
         self._breaker = Breaker(
             context.clock,
             config.error_backoff_s,
-            lambda: self._metrics.add("s3_lookups_not_asked"),
+            self.counts.note_not_asked,
         )
         # When the bucket has answered last, and how.
         self._seen_at = float("-inf")
@@ -295,7 +300,7 @@ class Bucket:
         return S3Error(S3ErrorKind.TIMEOUT, operation, f"{self._bucket}/{name}", None, None, detail)
 
     def _note(self, error: S3Error, *, worth_a_line: bool = True) -> None:
-        self._metrics.add(f"s3_errors_{error.kind.value}")
+        self.counts.note(error.kind)
         due = self._warnings.setdefault(error.kind, Occasionally(self._clock))
         if worth_a_line and due.due():
             _LOGGER.warning("tier %r: %s", self._tier_name, error)

@@ -14,10 +14,13 @@ from kv_tier_fsspec.store import ObjectTier
 from kv_tier_s3._advice import cannot_open
 from kv_tier_s3._bucket import Bucket
 from kv_tier_s3._config import Engine
+from kv_tier_s3._counts import METRIC_DEFINITIONS
 from kv_tier_s3._errors import S3Error, S3ErrorKind
 
 if TYPE_CHECKING:
-    from kv_core.contract import OffloadKey
+    from collections.abc import Mapping, Sequence
+
+    from kv_core.contract import MetricDefinition, OffloadKey
     from kv_tier_fsspec.store import ObjectStore
     from kv_tier_s3._bucket import S3Client
     from kv_tier_s3._config import S3Config
@@ -70,7 +73,16 @@ class S3Tier(ObjectTier):
 
     @override
     def make_store(self) -> ObjectStore:
-        return Bucket(self._make_client(), self.context)
+        self._bucket = Bucket(self._make_client(), self.context)
+        return self._bucket
+
+    @override
+    def get_stats(self) -> Mapping[str, float]:
+        return {**super().get_stats(), **self._bucket.counts.stats()}
+
+    @override
+    def build_metric_definitions(self) -> Sequence[MetricDefinition]:
+        return METRIC_DEFINITIONS
 
     @override
     async def write_block(self, key: OffloadKey, data: memoryview) -> int:
