@@ -17,12 +17,15 @@ from kv_tier_fsspec._protocols import protocol_named
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import typer
+
     from kv_core.contract import SecondaryTierManager, TierContext
 
 __all__ = [
     "FsspecConfig",
     "ObjectConfig",
     "kv_core_conformance_harness",
+    "kv_core_register_commands",
     "kv_core_register_tier",
 ]
 
@@ -65,6 +68,14 @@ def kv_core_register_tier() -> TierSpec:
         capabilities=protocol_named("file").capabilities,
         refine=_refine,
     )
+
+
+@kv_core.hookimpl
+def kv_core_register_commands(app: typer.Typer) -> None:
+    """Add ``kv-core object``."""
+    from kv_tier_fsspec._cli import add_commands
+
+    add_commands(app)
 
 
 @kv_core.hookimpl

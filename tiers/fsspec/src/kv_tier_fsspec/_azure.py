@@ -70,7 +70,7 @@ class AzureStore:
         _quieten()
         loop = asyncio.get_running_loop()
         try:
-            self._fs: Any = make_filesystem(config, asynchronous=True, loop=loop)
+            self.fs: Any = make_filesystem(config, asynchronous=True, loop=loop)
         except ValueError as error:
             raise ConfigError(
                 "'storage_options' name no account that can be used: "
@@ -78,21 +78,21 @@ class AzureStore:
                 "'connection_string', or set AZURE_STORAGE_ACCOUNT_NAME and what belongs to it",
                 setting="storage_options",
             ) from None
-        self._service: Any = self._fs.service_client
+        self._service: Any = self.fs.service_client
 
     def strip(self, url: str) -> str:
         """Return container and prefix of a URL."""
-        return str(self._fs._strip_protocol(url))
+        return str(self.fs._strip_protocol(url))
 
     async def open(self) -> None:
         """Do nothing: connections are made when they are needed."""
 
     async def close(self) -> None:
         """Close all connections, and those that fetch tokens."""
-        _detach_finalizers(self._fs)
+        _detach_finalizers(self.fs)
         await self._service.close()
         for name in ("credential", "sync_credential"):
-            closing = getattr(getattr(self._fs, name, None), "close", None)
+            closing = getattr(getattr(self.fs, name, None), "close", None)
             if closing is not None:
                 ended = closing()
                 if asyncio.iscoroutine(ended):
