@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 import kv_core
 from kv_core.contract import Capability, ContractVersion, TierLimits, TierSpec
-from kv_tier_s3._config import Engine, S3Config
+from kv_tier_s3._config import BucketConfig, Engine, S3Config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kv_core.contract import SecondaryTierManager, TierContext
 
-__all__ = ["Engine", "S3Config", "kv_core_conformance_harness", "kv_core_register_tier"]
+__all__ = ["BucketConfig", "Engine", "S3Config", "kv_core_conformance_harness", "kv_core_register_tier"]
 
 # The tier removes nothing but damaged objects, so every block stays findable.
 _RETAINED_BLOCKS: Final = 1 << 40

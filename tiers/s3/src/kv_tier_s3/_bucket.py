@@ -129,7 +129,7 @@ class Bucket:
         await self.client.open()
         if self.client.credentials is not None:
             await self.client.credentials.get_frozen_credentials()
-        await self._see_bucket()
+        await self.see_bucket()
 
     async def close(self) -> None:
         """Close the client."""
@@ -253,7 +253,7 @@ class Bucket:
             # What asks for patience is not to be asked twice as much.
             return error
         try:
-            await self._see_bucket()
+            await self.see_bucket()
         except S3Error as reason:
             return S3Error(
                 reason.kind,
@@ -265,7 +265,7 @@ class Bucket:
             )
         return error
 
-    async def _see_bucket(self) -> None:
+    async def see_bucket(self) -> None:
         """See that there is a bucket, as far as that may be asked.
 
         Raises:
