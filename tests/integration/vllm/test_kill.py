@@ -34,7 +34,7 @@ def test_killed_in_the_middle_of_stores(
     asked = prompts("killed", *[300] * 40)
     expected = reference(asked).tokens
     before = ours()
-    engine = start(connector=cache.connector(blocks=400), processes=True)
+    engine = start(fresh=True, connector=cache.connector(blocks=400), processes=True)
     # A name in shared memory would outlive the process; so it is gone as soon as all have it open.
     assert ours() == before
     engine.begin_generate(asked)

@@ -65,8 +65,11 @@ def test_one_of_two_connectors(
         moved = cache.moved(engine)
         assert (moved.loaded > 0) is ours_is_first
 
-        # What ours promised and did not have to deliver does not stay reserved.
+        # What ours promised and did not have to deliver does not stay reserved. No more at a time
+        # than there is room for: how fast storage takes them is not in question.
         more = prompts(f"more, ours is first: {ours_is_first}", *[300] * 12)
-        assert engine.generate(more).tokens == reference(more).tokens
-        engine.settle()
+        expected = reference(more).tokens
+        for first in range(0, len(more), 4):
+            assert engine.generate(more[first : first + 4]).tokens == expected[first : first + 4]
+            engine.settle()
         assert (cache.moved(engine) - moved).stored == 12 * 9

@@ -76,10 +76,12 @@ def test_conversations_that_grow(
         found = engine.generate(asked)
         assert found.tokens == reference(asked).tokens
         cached += sum(found.cached)
-    engine.settle()
+        # Blocks that find no room while storage is slow are not stored, which is as it should be
+        # (one run on a busy disk stored 44 in all): so each turn begins with room.
+        engine.settle()
     moved = cache.moved(engine) - before
     # Every slot of the CPU tier has been used several times over, so blocks were evicted.
-    assert moved.stored + moved.promoted > 3 * CPU_BLOCKS
+    assert moved.stored + moved.promoted > 3 * CPU_BLOCKS, engine.metrics("kv_")
     assert moved.promoted > 0
     assert moved.tier_hits > 0
     assert moved.loaded > 0

@@ -47,9 +47,12 @@ def test_two_models_share_no_block(
 def test_the_plugin_reaches_every_process(
     cache: Cache, start: Callable[..., Engine], prompts: Prompts, reference: Reference
 ) -> None:
-    """With the engine core in a process of its own, and the metrics published by another."""
+    """With the engine core in a process of its own, and the metrics published by another.
+
+    From an interpreter that has imported nothing, to be seen in one test at least.
+    """
     asked = prompts("processes", *LENGTHS)
-    with start(connector=cache.connector(blocks=100), processes=True) as engine:
+    with start(fresh=True, connector=cache.connector(blocks=100), processes=True) as engine:
         expected = reference(asked).tokens
         assert engine.generate(asked).tokens == expected
         engine.settle()

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +19,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tests.integration.vllm._processes import Zygote
+
 EVERYTHING: Final = os.environ.get("KV_CORE_VLLM_MATRIX") == "1"
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -24,6 +28,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
 FOLDER: Final = Path(__file__).parents[3] / "docs" / "conformance"
 PAGE: Final = FOLDER / "vllm-0.32.md"
 ROW: Final = re.compile(r"^\| ([A-Z]+-[0-9A-Z]+) \| ([a-z ]+) \| ([a-z ]+) \|", re.MULTILINE)
+# Before the suite, as vLLM and all that it needs are: a plugin of theirs for pytest among it.
+IMPORTED: Final = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
 # In the words of the page.
 NOT_JUDGED: Final = {"error": "not judged"}
 # Their tests start processes, each of which imports vLLM: seconds, and many on a busy machine. The
@@ -48,7 +54,7 @@ def published(tier: str) -> dict[str, str]:
 
 
 def outcomes(
-    python: Path, folder: Path, tier: str, *, scale: float, clauses: Sequence[str] = ()
+    zygote: Zygote, folder: Path, tier: str, *, scale: float, clauses: Sequence[str] = ()
 ) -> Iterator[tuple[str, str]]:
     """Run the suite in a folder of its own, and yield what became of each clause."""
     folder.mkdir()
@@ -59,17 +65,21 @@ def outcomes(
         "--conformance-clause": clauses,
     }
     words = [word for name, values in options.items() for value in values for word in (name, value)]
-    done = subprocess.run(
-        [str(python), "-m", "pytest", "-q", "--conformance", *words],
+    log = folder / "log"
+    process = zygote(
+        ["pytest", "-q", "--conformance", *IMPORTED, *words],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
+        environment=zygote.environment,
+        log=log,
     )
+    try:
+        process.wait(1500)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
     report = folder / "conformance-report.json"
-    assert report.exists(), f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert report.exists(), log.read_text()[-8000:]
     [result] = json.loads(report.read_text())["tiers"]
     for clause in result["clauses"]:
         if clause["outcome"] in ("declared", "not run"):
@@ -77,28 +87,28 @@ def outcomes(
         yield clause["id"], NOT_JUDGED.get(clause["outcome"], clause["outcome"])
 
 
-def test_the_file_system_tier_does_what_is_published(vllm_python: Path, tmp_path: Path) -> None:
+def test_the_file_system_tier_does_what_is_published(zygote: Zygote, tmp_path: Path) -> None:
     """Each clause has the outcome that the table of the page says."""
     expected = {
         clause: outcome for clause, outcome in published("fs").items() if outcome != "declared"
     }
     if EVERYTHING:
-        found = dict(outcomes(vllm_python, tmp_path / "usual", "fs", scale=1))
-        slow = dict(outcomes(vllm_python, tmp_path / "slow", "fs", scale=10, clauses=IN_PROCESSES))
+        found = dict(outcomes(zygote, tmp_path / "usual", "fs", scale=1))
+        slow = dict(outcomes(zygote, tmp_path / "slow", "fs", scale=10, clauses=IN_PROCESSES))
         found |= {clause: slow[clause] for clause in IN_PROCESSES}
         assert found[BY_CHANCE] in ("passed", "failed")
         found[BY_CHANCE] = expected[BY_CHANCE]
     else:
-        judged = dict(outcomes(vllm_python, tmp_path / "slice", "fs", scale=1, clauses=SLICE))
+        judged = dict(outcomes(zygote, tmp_path / "slice", "fs", scale=1, clauses=SLICE))
         # A test of one clause may see another broken.
         found = {clause: judged[clause] for clause in SLICE}
         expected = {clause: expected[clause] for clause in SLICE}
     assert found == expected
 
 
-def test_the_example_tier_does_what_is_published(vllm_python: Path, tmp_path: Path) -> None:
+def test_the_example_tier_does_what_is_published(zygote: Zygote, tmp_path: Path) -> None:
     """Each clause has the outcome that the table of the page says."""
-    found = dict(outcomes(vllm_python, tmp_path / "usual", "example", scale=1))
+    found = dict(outcomes(zygote, tmp_path / "usual", "example", scale=1))
     assert found == {
         clause: outcome for clause, outcome in published("example").items() if outcome != "declared"
     }
