@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 import sys
 import threading
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ PLUGIN: Final = "OBJ"
 
 _BUILDS: Final = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _LIBRARY: Final = f"libplugin_{PLUGIN}.so"
+# What a plugin may need that does not come with it.
+_OTHERS_LIBRARY: Final = re.compile(rb"libcuobjclient\.so(?:\.[0-9]+)*")
 _LOG_LEVEL: Final = "NIXL_LOG_LEVEL"
 
 _BUILDS_DIFFER: Final = (
@@ -186,18 +189,18 @@ def _why_not(build: str) -> str | None:
         for folder in folders
         if (plugin := folder.parent / f".{build}.mesonpy.libs" / "plugins" / _LIBRARY).exists()
     ]
-    if _named_folder() or not plugins:
+    if os.environ.get("NIXL_PLUGIN_DIR") or not plugins:
         # Built or installed in another way.
         return None
+    # Looked for by name: to load the plugin before NIXL would leave NIXL's logging half made.
+    needed = _OTHERS_LIBRARY.search(plugins[0].read_bytes())
+    if needed is None:
+        return None
     try:
-        ctypes.CDLL(str(plugins[0]))
+        ctypes.CDLL(needed[0].decode())
     except OSError as error:
         return " ".join(str(error).split())
     return None
-
-
-def _named_folder() -> str:
-    return os.environ.get("NIXL_PLUGIN_DIR", "")
 
 
 def _import(build: str) -> ModuleType:
