@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from typing_extensions import override
 
-from kv_conformance.faults.fuse import FaultyFolder, require_fuse
-from kv_conformance.harness import BaseHarness, Fault, HarnessError
+from kv_conformance.faults.folders import FolderFaults
+from kv_conformance.harness import HarnessError
 from kv_core.contract import Capability, ContractVersion, TierSpec, make_offload_key
 from kv_core.vllm.conformance._adapter import VllmTier, prepare_process
 from kv_core.vllm.conformance._settings import UncheckedConfig, limits_of
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from kv_core.contract import OffloadKey, TierContext
 
 __all__ = ["SPEC", "FsHarness"]
-
-# Beside the storages, whose names are plain words.
-_MOUNTS: Final = ".mounts"
 
 
 class FsConfig(UncheckedConfig):
@@ -53,38 +50,20 @@ SPEC: Final = TierSpec(
 
 
 @final
-class FsHarness(BaseHarness):
-    """The harness of vLLM's ``fs``.
-
-    A tier that will see faults gets its folder through a :class:`FaultyFolder`, one for each
-    storage. What the suite does to the files, it does to the folder itself.
-    """
+class FsHarness(FolderFaults):
+    """The harness of vLLM's ``fs``."""
 
     spec = SPEC
-    # A thread in a system call stays there.
-    stall_can_be_interrupted = False
-    faults = frozenset(Fault)
-
-    def __init__(self, workdir: Path) -> None:
-        super().__init__(workdir)
-        self._mounts: dict[str, FaultyFolder] = {}
 
     @override
     def start(self) -> None:
-        require_fuse()
+        super().start()
         prepare_process("fs")
-
-    @override
-    def stop(self) -> None:
-        while self._mounts:
-            _, mount = self._mounts.popitem()
-            mount.close()
 
     def settings(self, opening: Opening) -> Mapping[str, Any]:
         """Return the settings for a storage; mount it first if faults will be injected."""
-        root = self._mount(opening).mountpoint if opening.faults else self._folder(opening)
         return {
-            "root_dir": str(root),
+            "root_dir": str(self.root(opening)),
             "job_deadline_s": opening.deadlines.job_s,
             "lookup_deadline_s": opening.deadlines.lookup_s,
             "error_backoff_s": opening.deadlines.error_backoff_s,
@@ -93,9 +72,7 @@ class FsHarness(BaseHarness):
     @override
     def unusable_settings(self, opening: Opening) -> Mapping[str, Any]:
         """Return settings whose root folder would be below a file."""
-        file = self.workdir / f"{opening.storage}.file"
-        file.touch()
-        return {"root_dir": str(file / "root")}
+        return {"root_dir": str(self.unusable_root(opening))}
 
     def lose(self, subject: Subject, key: OffloadKey) -> None:
         """Remove the file of a key.
@@ -134,36 +111,6 @@ class FsHarness(BaseHarness):
     def count_leftovers(self, subject: Subject) -> int:
         return sum(1 for _ in self._base(subject).glob("*/*_g*/*.tmp"))
 
-    def inject(self, subject: Subject, fault: Fault) -> None:
-        """Make the mounted folder misbehave.
-
-        Raises:
-            HarnessError: The tier was not opened for faults.
-        """
-        mount = self._mounts.get(subject.opening.storage)
-        if mount is None:
-            raise HarnessError(
-                f"the storage {subject.opening.storage!r} was not opened for faults: open it with "
-                "faults=True"
-            )
-        mount.inject(fault)
-
-    def heal(self, subject: Subject) -> None:
-        """Make the mounted folder behave again. Idempotent."""
-        mount = self._mounts.get(subject.opening.storage)
-        if mount is not None:
-            mount.heal()
-
-    def _folder(self, opening: Opening) -> Path:
-        return self.workdir / opening.storage
-
-    def _mount(self, opening: Opening) -> FaultyFolder:
-        mount = self._mounts.get(opening.storage)
-        if mount is None:
-            mountpoint = self.workdir / _MOUNTS / opening.storage
-            mount = self._mounts[opening.storage] = FaultyFolder(self._folder(opening), mountpoint)
-        return mount
-
     def _mapper(self, subject: Subject) -> Any:
         """Return what the tier names its files with."""
         if not isinstance(subject.tier, VllmTier):
@@ -179,7 +126,4 @@ class FsHarness(BaseHarness):
 
     def _behind(self, subject: Subject, path: str) -> Path:
         """Return a path of the tier's as it is without the mounted layer."""
-        root = self._folder(subject.opening)
-        mount = self._mounts.get(subject.opening.storage)
-        seen = mount.mountpoint if subject.opening.faults and mount is not None else root
-        return root / os.path.relpath(path, seen)
+        return self.folder(subject.opening) / os.path.relpath(path, self.root(subject.opening))

@@ -1,4 +1,4 @@
-"""What the harnesses of all layouts have in common: folders, settings, and faults through FUSE."""
+"""What the harnesses of all layouts have in common: folders and settings."""
 
 from __future__ import annotations
 
@@ -7,32 +7,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from typing_extensions import override
 
-from kv_conformance.faults.fuse import FaultyFolder, require_fuse
-from kv_conformance.harness import BaseHarness, Corruption, Fault, HarnessError
+from kv_conformance.faults.folders import FolderFaults
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from pathlib import Path
 
-    from kv_conformance.harness import Opening, Subject
+    from kv_conformance.harness import Corruption, Opening, Subject
     from kv_core.contract import OffloadKey, TierSpec
     from kv_tier_fs._config import Layout
 
 __all__ = ["LayoutHarness"]
 
-# Beside the storages, whose names are plain words.
-_MOUNTS: Final = ".mounts"
-
 _MIN_FREE_BYTES: Final = 1 << 20
 """The suite stores little, and not only on machines with a lot of room."""
 
 
-class LayoutHarness(BaseHarness, ABC):
-    """A harness whose storages are folders.
-
-    A tier that will see faults gets the folder through a :class:`FaultyFolder`, one for each
-    storage, shared by all tiers opened on it and mounted until :meth:`stop`. What the suite does
-    to the files, it does to the folder itself.
+class LayoutHarness(FolderFaults, ABC):
+    """A harness of the tier ``fs``.
 
     Attributes:
         layout: The layout under test.
@@ -40,31 +31,11 @@ class LayoutHarness(BaseHarness, ABC):
 
     spec: TierSpec
     layout: ClassVar[Layout]
-    # A thread in a system call stays there.
-    stall_can_be_interrupted = False
-    faults = frozenset(Fault)
-
-    def __init__(self, workdir: Path) -> None:
-        super().__init__(workdir)
-        self._mounts: dict[str, FaultyFolder] = {}
-
-    @override
-    def start(self) -> None:
-        require_fuse()
-
-    @override
-    def stop(self) -> None:
-        while self._mounts:
-            _, mount = self._mounts.popitem()
-            mount.close()
 
     def settings(self, opening: Opening) -> Mapping[str, Any]:
         """Return the settings for a storage; mount it first if faults will be injected."""
-        root = self.folder(opening)
-        if opening.faults:
-            root = self._mount(opening).mountpoint
         return {
-            "root_dir": str(root),
+            "root_dir": str(self.root(opening)),
             "layout": self.layout,
             "job_deadline_s": opening.deadlines.job_s,
             "lookup_deadline_s": opening.deadlines.lookup_s,
@@ -75,9 +46,7 @@ class LayoutHarness(BaseHarness, ABC):
     @override
     def unusable_settings(self, opening: Opening) -> Mapping[str, Any]:
         """Return settings whose root folder would be below a file."""
-        file = self.workdir / f"{opening.storage}.file"
-        file.touch()
-        return {"root_dir": str(file / "root"), "layout": self.layout}
+        return {"root_dir": str(self.unusable_root(opening)), "layout": self.layout}
 
     @abstractmethod
     def lose(self, subject: Subject, key: OffloadKey) -> None:
@@ -90,34 +59,3 @@ class LayoutHarness(BaseHarness, ABC):
     @abstractmethod
     def list_keys(self, subject: Subject) -> Collection[OffloadKey]:
         """Return the keys of the blocks that are there."""
-
-    def inject(self, subject: Subject, fault: Fault) -> None:
-        """Make the mounted folder misbehave.
-
-        Raises:
-            HarnessError: The tier was not opened for faults.
-        """
-        mount = self._mounts.get(subject.opening.storage)
-        if mount is None:
-            raise HarnessError(
-                f"the storage {subject.opening.storage!r} was not opened for faults: the folder "
-                "has no layer underneath that could misbehave. Open it with faults=True"
-            )
-        mount.inject(fault)
-
-    def heal(self, subject: Subject) -> None:
-        """Make the mounted folder behave again. Idempotent."""
-        mount = self._mounts.get(subject.opening.storage)
-        if mount is not None:
-            mount.heal()
-
-    def folder(self, opening: Opening) -> Path:
-        """Return the folder behind a storage, which no fault touches."""
-        return self.workdir / opening.storage
-
-    def _mount(self, opening: Opening) -> FaultyFolder:
-        mount = self._mounts.get(opening.storage)
-        if mount is None:
-            mountpoint = self.workdir / _MOUNTS / opening.storage
-            mount = self._mounts[opening.storage] = FaultyFolder(self.folder(opening), mountpoint)
-        return mount
