@@ -210,11 +210,11 @@ class Bucket:
         except asyncio.CancelledError:
             took_s = self._clock() - began
             error = self._timeout(operation, name, f"given up after {took_s:.1f} s")
-            self._note(error, worth_a_line=took_s >= _WORTH_A_LINE_S)
+            self.note(error, worth_a_line=took_s >= _WORTH_A_LINE_S)
             raise
         except S3Error as error:
             if error.kind not in _ANSWERS:
-                self._note(error)
+                self.note(error)
             raise
 
     async def _ask(
@@ -299,7 +299,8 @@ class Bucket:
     def _timeout(self, operation: str, name: str, detail: str) -> S3Error:
         return S3Error(S3ErrorKind.TIMEOUT, operation, f"{self._bucket}/{name}", None, None, detail)
 
-    def _note(self, error: S3Error, *, worth_a_line: bool = True) -> None:
+    def note(self, error: S3Error, *, worth_a_line: bool = True) -> None:
+        """Count an error, and log one of its kind once in a while."""
         self.counts.note(error.kind)
         due = self._warnings.setdefault(error.kind, Occasionally(self._clock))
         if worth_a_line and due.due():

@@ -1,103 +1,39 @@
-"""The tier: chooses the engine, and says what is wrong when it cannot be opened."""
+"""The tier ``s3``: chooses the engine."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, final
 
 from typing_extensions import override
 
-from kv_core.errors import BlockDeclinedError, TierOpenError
-from kv_core.tierkit.objects import describe_namespace
-from kv_tier_fsspec.store import ObjectTier
-from kv_tier_s3._advice import cannot_open
-from kv_tier_s3._bucket import Bucket
+from kv_core.errors import TierOpenError
+from kv_tier_s3._bucket_tier import BucketTier, refusal
 from kv_tier_s3._config import Engine
-from kv_tier_s3._counts import METRIC_DEFINITIONS
-from kv_tier_s3._errors import S3Error, S3ErrorKind
+from kv_tier_s3._errors import S3Error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kv_core.contract import MetricDefinition, OffloadKey
-    from kv_tier_fsspec.store import ObjectStore
+    from kv_core.contract import OffloadKey
     from kv_tier_s3._bucket import S3Client
     from kv_tier_s3._config import S3Config
 
 __all__ = ["S3Tier"]
 
-_LOGGER: Final = logging.getLogger(__name__)
-
-_OPEN_SHARE: Final = 0.75
-"""Sooner than whoever waits for the opening, so that it is said what did not answer."""
-
-_DECLINED: Final = frozenset({S3ErrorKind.THROTTLED, S3ErrorKind.FULL})
-"""Errors of stores that say nothing against the store."""
-
 
 @final
-class S3Tier(ObjectTier):
+class S3Tier(BucketTier):
     """One checksummed object a block, in one bucket."""
 
     config: S3Config
-
-    @override
-    async def open(self) -> None:
-        limit_s = self.open_deadline_s * _OPEN_SHARE
-        try:
-            await asyncio.wait_for(self._open_bucket(), limit_s)
-        except asyncio.TimeoutError:
-            detail = f"no answer within {limit_s:g} s"
-            error = S3Error(S3ErrorKind.TIMEOUT, "open", self.config.bucket, None, None, detail)
-            raise cannot_open(self.config, error) from None
-        except S3Error as error:
-            raise cannot_open(self.config, error) from None
-
-    async def _open_bucket(self) -> None:
-        await super().open()
-        # The description is written anew, with what it says already: who may not, finds out now,
-        # and a lifecycle rule that goes by age keeps it.
-        name = self._blocks.names.description
-        try:
-            await self._store.put(name, describe_namespace(self.context.namespace))
-        except S3Error as error:
-            if error.kind is not S3ErrorKind.DENIED:
-                raise
-            _LOGGER.warning(
-                'tier %r: blocks can be read and not written (%s). With "mode": "read_only" '
-                "that is as it should be; otherwise every store will fail",
-                self.context.tier_name,
-                error.message,
-            )
-
-    @override
-    def make_store(self) -> ObjectStore:
-        self._bucket = Bucket(self._make_client(), self.context)
-        return self._bucket
-
-    @override
-    def get_stats(self) -> Mapping[str, float]:
-        return {**super().get_stats(), **self._bucket.counts.stats()}
-
-    @override
-    def build_metric_definitions(self) -> Sequence[MetricDefinition]:
-        return METRIC_DEFINITIONS
 
     @override
     async def write_block(self, key: OffloadKey, data: memoryview) -> int:
         try:
             return await super().write_block(key, data)
         except S3Error as error:
-            if error.kind in _DECLINED:
-                raise BlockDeclinedError(error.message) from None
-            raise
+            raise refusal(error) from None
 
     @override
-    def root(self, store: ObjectStore) -> str:
-        return self.config.prefix
-
-    def _make_client(self) -> S3Client:
+    def make_client(self) -> S3Client:
         if self.config.engine is Engine.S3FS:
             from kv_tier_s3._s3fs_store import S3fsStore
 
