@@ -169,11 +169,12 @@ def _load() -> ModuleType:
 
 
 def _preferred() -> list[str]:
-    """Return the builds in order, that of the installed CUDA first: ``nixl`` would take it."""
+    """Return the builds in order, that of the CUDA in use first: ``import nixl`` takes it, too."""
+    if "torch" not in sys.modules:
+        # NIXL would load it to ask, which takes seconds, and who has no torch has no CUDA to fit.
+        return list(_BUILDS)
     try:
-        from nixl_meta_utils import detect_cuda_major
-
-        major = detect_cuda_major()
+        major = importlib.import_module("nixl_meta_utils").detect_cuda_major()
     except Exception:  # noqa: BLE001 - a preference of another library, which may raise anything
         major = None
     preferred = f"nixl_cu{major}"

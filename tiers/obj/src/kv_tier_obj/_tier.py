@@ -39,9 +39,9 @@ from typing import TYPE_CHECKING, Final, final
 
 from typing_extensions import override
 
-from kv_core.errors import BlockDamagedError, BlockDeclinedError, TierOpenError
-from kv_core.tierkit import Occasionally
-from kv_tier_fsspec.store import ObjectTier, copy_bytes
+from kv_core.contract import MetricDefinition, MetricKind
+from kv_core.errors import BlockDamagedError, TierOpenError
+from kv_tier_fsspec.store import copy_bytes
 from kv_tier_obj._answers import HEAD_BYTES, error_in
 from kv_tier_obj._config import GUARD_BYTES, slot_bytes_of
 from kv_tier_obj._mover import READ, WRITE, Mover, Transfer, TransferError
@@ -50,41 +50,50 @@ from kv_tier_obj._prober import ObjectProber
 from kv_tier_obj._staging import Staging
 from kv_tier_s3.bucket import (
     DEFAULT_REGION,
-    Bucket,
+    BucketTier,
     S3Error,
     S3ErrorKind,
     S3fsStore,
-    cannot_open,
+    refusal,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kv_core.contract import OffloadKey
-    from kv_tier_fsspec.store import ObjectStore
     from kv_tier_obj._config import ObjConfig
     from kv_tier_obj._nixl import Agent
+    from kv_tier_s3.bucket import S3Client
 
 __all__ = ["ObjTier"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-
-_OPEN_SHARE: Final = 0.75
-"""Sooner than whoever waits for the opening, so that it is said what did not answer."""
 
 _PATIENCE_SHARE: Final = 0.3
 """Of the job deadline: how long a shutdown waits for what NIXL has not ended."""
 
 _LOOK_EVERY_S: Final = 0.005
 
-_DECLINED: Final = frozenset({S3ErrorKind.THROTTLED, S3ErrorKind.FULL})
-"""Errors of stores that say nothing against the store."""
+_GIVEN_UP: Final = "obj_requests_given_up"
+_SLOTS_FREE: Final = "obj_staging_slots_free"
+_METRICS: Final = (
+    MetricDefinition(
+        _GIVEN_UP,
+        MetricKind.COUNTER,
+        "Requests that nobody waited for any longer, and that NIXL cannot withdraw.",
+    ),
+    MetricDefinition(
+        _SLOTS_FREE,
+        MetricKind.GAUGE,
+        "Staging slots that neither a block nor a request of NIXL has.",
+    ),
+)
 
 _serial: Final = itertools.count()
 
 
 @final
-class ObjTier(ObjectTier):
+class ObjTier(BucketTier):
     """One checksummed object a block, in one bucket, moved by NIXL."""
 
     config: ObjConfig
@@ -92,23 +101,12 @@ class ObjTier(ObjectTier):
     # -- life -----------------------------------------------------------------------------------
 
     @override
-    async def open(self) -> None:
-        limit_s = self.open_deadline_s * _OPEN_SHARE
-        try:
-            await asyncio.wait_for(self._open_all(), limit_s)
-        except asyncio.TimeoutError:
-            detail = f"no answer within {limit_s:g} s"
-            error = S3Error(S3ErrorKind.TIMEOUT, "open", self.config.bucket, None, None, detail)
-            raise cannot_open(self.config, error) from None
-        except S3Error as error:
-            raise cannot_open(self.config, error) from None
-
-    async def _open_all(self) -> None:
-        await super().open()
+    async def open_bucket(self) -> None:
+        await super().open_bucket()
         form = self._blocks.format
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Transfer, asyncio.Future[TransferError | None]] = {}
-        self._warnings: dict[S3ErrorKind, Occasionally] = {}
+        self._given_up = 0
         # What an object that is too long writes over. Nobody who writes one can know it.
         self._guard = secrets.token_bytes(GUARD_BYTES)
         self._memory = Staging(
@@ -183,13 +181,20 @@ class ObjTier(ObjectTier):
             await asyncio.sleep(_LOOK_EVERY_S)
 
     @override
-    def make_store(self) -> ObjectStore:
-        self._bucket = Bucket(S3fsStore(self.config.control()), self.context)
-        return self._bucket
+    def make_client(self) -> S3Client:
+        return S3fsStore(self.config.control())
 
     @override
-    def root(self, store: ObjectStore) -> str:
-        return self.config.prefix
+    def get_stats(self) -> Mapping[str, float]:
+        return {
+            **super().get_stats(),
+            _GIVEN_UP: float(self._given_up),
+            _SLOTS_FREE: float(self._memory.free),
+        }
+
+    @override
+    def build_metric_definitions(self) -> Sequence[MetricDefinition]:
+        return (*super().build_metric_definitions(), *_METRICS)
 
     # -- lookups --------------------------------------------------------------------------------
 
@@ -248,10 +253,7 @@ class ObjTier(ObjectTier):
             try:
                 await self._move(WRITE, name, slot)
             except TransferError as error:
-                reason = await self._reason(error, "put", name)
-                if reason.kind in _DECLINED:
-                    raise BlockDeclinedError(reason.message) from None
-                raise reason from None
+                raise refusal(await self._reason(error, "put", name)) from None
         return len(data)
 
     def _clear(self, slot: int) -> None:
@@ -293,7 +295,7 @@ class ObjTier(ObjectTier):
             if answer is None:
                 answer = await self._reason(error, "get", name)
             elif answer.kind not in {S3ErrorKind.MISSING, S3ErrorKind.RANGE}:
-                self._note(answer)
+                self._bucket.note(answer)
             raise answer from None
 
     async def _move(self, operation: str, name: str, slot: int) -> None:
@@ -312,7 +314,8 @@ class ObjTier(ObjectTier):
             await asyncio.wait((done,), timeout=self.config.request_timeout_s)
         finally:
             if self._waiting.pop(transfer, None) is not None:
-                self.context.metrics.add("obj_requests_given_up")
+                self._given_up += 1
+                self.context.metrics.add(_GIVEN_UP)
         if not done.done():
             timeout_s = self.config.request_timeout_s
             error = S3Error(
@@ -323,7 +326,7 @@ class ObjTier(ObjectTier):
                 None,
                 f"no end within {timeout_s:g} s (request_timeout_s)",
             )
-            self._note(error)
+            self._bucket.note(error)
             raise error
         failure = done.result()
         if failure is not None:
@@ -353,27 +356,16 @@ class ObjTier(ObjectTier):
         try:
             await self._bucket.length(name)
         except S3Error as found:
-            reason = S3Error(
-                found.kind, operation, where, found.status, found.s3_code, found.detail
-            )
+            # Counted by the bucket.
+            return S3Error(found.kind, operation, where, found.status, found.s3_code, found.detail)
         except FileNotFoundError:
-            reason = self._unexplained(error, operation, where)
-        else:
-            reason = self._unexplained(error, operation, where)
-        self._note(reason)
-        return reason
-
-    def _unexplained(self, error: TransferError, operation: str, where: str) -> S3Error:
+            pass
         detail = f"NIXL says {error}, and another client is answered"
         if operation == "put":
             detail += (
                 "; if this happens to every block, check that the credentials may store objects, "
                 "and that the store takes the checksums that 'req_checksum' asks for"
             )
-        return S3Error(S3ErrorKind.OTHER, operation, where, None, None, detail)
-
-    def _note(self, error: S3Error) -> None:
-        self.context.metrics.add(f"obj_errors_{error.kind.value}")
-        due = self._warnings.setdefault(error.kind, Occasionally(self.context.clock))
-        if due.due():
-            _LOGGER.warning("tier %r: %s", self.context.tier_name, error)
+        reason = S3Error(S3ErrorKind.OTHER, operation, where, None, None, detail)
+        self._bucket.note(reason)
+        return reason
