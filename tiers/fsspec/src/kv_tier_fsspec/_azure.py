@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import uuid
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
@@ -49,9 +50,6 @@ _PASSING: Final = frozenset({408, 429, 500, 502, 503, 504})
 
 _PAUSES_S: Final = (0.05, 0.2)
 """Before the second and third attempt, give or take a half."""
-
-# The tier repeats requests itself, within its deadlines.
-_ONCE: Final = {"retry_total": 0}
 
 
 class _TooShortError(OSError):
@@ -100,7 +98,7 @@ class AzureStore:
 
     async def length(self, name: str) -> int:
         """Return the length of a blob."""
-        properties = await self._ask(name, lambda blob: blob.get_blob_properties(**_ONCE))
+        properties = await self._ask(name, lambda blob: blob.get_blob_properties(**_request()))
         return int(properties.size)
 
     async def get(self, name: str, most_bytes: int) -> bytes:
@@ -116,7 +114,7 @@ class AzureStore:
         """Return a range of a blob, as far as there is one."""
 
         async def fetch(blob: Any) -> bytes:
-            answer = await blob.download_blob(offset=start, length=end - start, **_ONCE)
+            answer = await blob.download_blob(offset=start, length=end - start, **_request())
             found: bytes = await answer.readall()
             return found
 
@@ -129,7 +127,8 @@ class AzureStore:
         """Store a blob: what needs several requests appears with the last of them."""
         body = bytes(data)
         await self._ask(
-            name, lambda blob: blob.upload_blob(body, overwrite=True, max_concurrency=1, **_ONCE)
+            name,
+            lambda blob: blob.upload_blob(body, overwrite=True, max_concurrency=1, **_request()),
         )
 
     async def put_new(self, name: str, data: bytes | bytearray) -> bool:
@@ -138,7 +137,9 @@ class AzureStore:
         try:
             await self._ask(
                 name,
-                lambda blob: blob.upload_blob(body, overwrite=False, max_concurrency=1, **_ONCE),
+                lambda blob: blob.upload_blob(
+                    body, overwrite=False, max_concurrency=1, **_request()
+                ),
             )
         except FileExistsError:
             return False
@@ -147,7 +148,7 @@ class AzureStore:
     async def remove(self, name: str) -> None:
         """Remove a blob."""
         with suppress(FileNotFoundError):
-            await self._ask(name, lambda blob: blob.delete_blob(**_ONCE))
+            await self._ask(name, lambda blob: blob.delete_blob(**_request()))
 
     async def _ask(self, name: str, work: Callable[[Any], Awaitable[ResultT]]) -> ResultT:
         """Do something with a blob, again when the trouble may pass."""
@@ -181,6 +182,17 @@ class AzureFsspecTier(ObjectTier):
         if not isinstance(store, AzureStore):
             raise TypeError(f"expected an AzureStore, found a {type(store).__name__}")
         return store.strip(self.config.url)
+
+
+def _request() -> dict[str, Any]:
+    """Return what every request is given."""
+    return {
+        # The tier repeats requests itself, within its deadlines.
+        "retry_total": 0,
+        # Without one, the client asks for a UUID of the first version, and where libuuid makes
+        # those it keeps a file open for each thread that ever did.
+        "client_request_id": str(uuid.uuid4()),
+    }
 
 
 def _may_pass(error: exceptions.AzureError) -> bool:

@@ -9,13 +9,15 @@ paramiko has waits without any limit: for the answer to a subsystem, for room in
 whatever lasts longer than it may has its connection closed under it, which ends all of them.
 
 **Who owns what.** A session belongs to the thread that took it until it is given back.
-``_changed`` guards ``_idle``, ``_opened``, ``_most``, ``_watched`` and ``_closed``. ``_connecting``
-is held while a connection is made, and guards ``_client``. The watchdog's thread only ever closes
-connections.
+``_changed`` guards ``_idle``, ``_opened``, ``_most``, ``_watched`` and ``_closed``. ``_opening``
+guards ``_client`` and ``_failure``, and is held while a connection or a session is opened: one at a
+time, because paramiko gives the error of one to whoever asks first. The watchdog's thread only ever
+closes connections.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -37,7 +39,8 @@ __all__ = ["SftpSessions"]
 
 ResultT = TypeVar("ResultT")
 
-_CONNECT_S: Final = 10.0
+_LEAST_CONNECT_S: Final = 2.0
+_MOST_CONNECT_S: Final = 10.0
 _END_S: Final = 5.0
 _ATTEMPTS: Final = 2
 # Of the deadline of a job: a drain that waits until then must find the thread back.
@@ -78,6 +81,7 @@ class SftpSessions:
     """
 
     def __init__(self, config: FsspecConfig) -> None:
+        _quieten()
         self._config = config
         self._options = options_of(config)
         self._host = self._options.pop("host", None)
@@ -90,10 +94,12 @@ class SftpSessions:
         self._options.pop("temppath", None)
         self._known_hosts = self._options.pop("known_hosts", None)
         self._policy = _host_key_policy(self._options.pop("host_key_policy", "reject"))
-        for name in ("timeout", "banner_timeout", "auth_timeout", "channel_timeout"):
-            self._options.setdefault(name, _CONNECT_S)
         self._patience_s = config.job_deadline_s * _SHARE
-        self._connecting = threading.Lock()
+        self._connect_s = min(_MOST_CONNECT_S, max(_LEAST_CONNECT_S, self._patience_s))
+        for name in ("timeout", "banner_timeout", "auth_timeout", "channel_timeout"):
+            self._options.setdefault(name, self._connect_s)
+        self._opening = threading.Lock()
+        self._failure: tuple[float, Exception] | None = None
         self._client: paramiko.SSHClient | None = None
         self._changed = threading.Condition()
         self._idle: list[_Session] = []
@@ -125,6 +131,8 @@ class SftpSessions:
                     # An answer, if not the one that was wished for.
                     self._give_back(session)
                     raise
+                # The whole connection: its other sessions may not have noticed yet.
+                session.client.close()
                 self._discard(session)
                 if time.monotonic() >= end:
                     raise TimeoutError(
@@ -153,7 +161,7 @@ class SftpSessions:
             self._idle.clear()
             self._changed.notify_all()
         self._watchdog.join()
-        with self._connecting:
+        with self._opening:
             client, self._client = self._client, None
         if client is not None:
             _close(client)
@@ -181,7 +189,7 @@ class SftpSessions:
                     continue
                 self._opened += 1
             try:
-                return self._open_session(self._connection())
+                return self._open_session()
             except paramiko.ChannelException:
                 # OpenSSH allows ten at a time ('MaxSessions').
                 with self._changed:
@@ -208,12 +216,33 @@ class SftpSessions:
             self._opened -= 1
             self._changed.notify()
 
-    def _open_session(self, client: paramiko.SSHClient) -> _Session:
-        with self._watching(client, time.monotonic() + _CONNECT_S):
+    def _open_session(self) -> _Session:
+        asked = time.monotonic()
+        with self._opening:
+            if self._failure is not None and self._failure[0] >= asked:
+                # Of a wait that this thread was a part of.
+                raise ConnectionError(str(self._failure[1])) from self._failure[1]
+            try:
+                client = self._connection()
+                try:
+                    return self._session_over(client)
+                except Exception:
+                    if _is_alive(client):
+                        raise
+                # Nobody had noticed that it was lost.
+                return self._session_over(self._connection())
+            except paramiko.ChannelException:
+                raise
+            except Exception as error:
+                self._failure = (time.monotonic(), error)
+                raise
+
+    def _session_over(self, client: paramiko.SSHClient) -> _Session:
+        with self._watching(client, time.monotonic() + self._connect_s):
             transport = client.get_transport()
             if transport is None:
-                raise ConnectionError(f"the connection to {self._host!r} was lost")
-            channel = transport.open_session(timeout=_CONNECT_S)
+                raise ConnectionError("the connection was lost")
+            channel = transport.open_session()
             try:
                 channel.invoke_subsystem("sftp")
                 return _Session(client, paramiko.SFTPClient(channel))
@@ -224,17 +253,17 @@ class SftpSessions:
     # -- the connection ---------------------------------------------------------------------------
 
     def _connection(self) -> paramiko.SSHClient:
-        with self._connecting:
-            if self._closed:
-                raise ConnectionError("the sessions have been closed")
-            if self._client is None or not _is_alive(self._client):
-                if self._client is not None:
-                    _close(self._client)
-                    self._client = None
-                self._client = self._connect()
-                with self._changed:
-                    self._most = None
-            return self._client
+        """Return the connection, and make one if need be. Called under ``_opening``."""
+        if self._closed:
+            raise ConnectionError("the sessions have been closed")
+        if self._client is None or not _is_alive(self._client):
+            if self._client is not None:
+                _close(self._client)
+                self._client = None
+            self._client = self._connect()
+            with self._changed:
+                self._most = None
+        return self._client
 
     def _connect(self) -> paramiko.SSHClient:
         client = paramiko.SSHClient()
@@ -280,7 +309,7 @@ class SftpSessions:
                 self._watched.pop(ticket, None)
 
     def _watch(self) -> None:
-        nap_s = min(self._patience_s, _CONNECT_S) * _NAP_SHARE
+        nap_s = min(self._patience_s, self._connect_s) * _NAP_SHARE
         while True:
             with self._changed:
                 if self._closed:
@@ -320,6 +349,13 @@ def _host_key_policy(name: Any) -> paramiko.MissingHostKeyPolicy:
             setting="storage_options",
         )
     return _POLICIES[name]()
+
+
+def _quieten() -> None:
+    """Keep out of the log what is raised as well: each lost connection would be a traceback."""
+    logger = logging.getLogger("paramiko.transport")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)
 
 
 def _is_alive(client: paramiko.SSHClient) -> bool:

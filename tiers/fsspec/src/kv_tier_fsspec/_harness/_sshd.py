@@ -42,6 +42,7 @@ PermitRootLogin prohibit-password
 # The folder is a temporary one, below one that everybody may write to.
 StrictModes no
 MaxStartups 100
+MaxSessions {max_sessions}
 UseDNS no
 PrintMotd no
 Subsystem sftp internal-sftp
@@ -68,16 +69,23 @@ class SshServer:
     """One server, with SFTP for the user that runs it.
 
     Args:
-        folder: Where its keys and its log lie; empty or of an earlier server.
+        folder: Where its keys and its log lie; empty.
+        max_sessions: How many sessions a connection may have; OpenSSH's own default is 10.
 
     Attributes:
         port: Where it listens, on loopback.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_sessions: int = 10) -> None:
         self._folder = folder
+        self._max_sessions = max_sessions
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not stopped."""
+        return self._process is not None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -163,7 +171,9 @@ class SshServer:
         (self._folder / "known_hosts").write_text(known)
         user_key = (self._folder / "user_key.pub").read_text()
         (self._folder / "authorized_keys").write_text(user_key)
-        config = _CONFIG.format(port=self.port, folder=self._folder)
+        config = _CONFIG.format(
+            port=self.port, folder=self._folder, max_sessions=self._max_sessions
+        )
         (self._folder / "sshd_config").write_text(config)
 
     def _wait(self) -> None:
