@@ -43,7 +43,7 @@ _ADVICE: Final = (
     "'make s3-servers' as root"
 )
 _OWNER: Final = "suite"
-_COMMAND_S: Final = 30.0
+_COMMAND_S: Final = 60.0
 
 # What an unprivileged user of the machine may have set for a cluster of his own.
 _ENVIRONMENT: Final = {"CEPH_ARGS": "", "CEPH_CONF": ""}
@@ -109,7 +109,6 @@ bluestore block db create = false
 bluestore block wal create = false
 bluestore fsck on mount = false
 osd memory target = 939524096
-osd max object name len = 256
 osd class update on start = false
 osd crush update on start = true
 osd pg object context cache count = 64

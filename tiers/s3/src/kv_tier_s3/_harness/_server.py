@@ -54,7 +54,7 @@ class Rights(enum.Flag):
 _ACTIONS: Final = {
     Rights.READ: ("s3:GetObject",),
     Rights.WRITE: ("s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"),
-    Rights.LIST: ("s3:ListBucket", "s3:ListBucketMultipartUploads"),
+    Rights.LIST: ("s3:ListBucket",),
 }
 
 
