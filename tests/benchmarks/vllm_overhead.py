@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from tests.integration.vllm._caches import Cache  # noqa: E402 - the path comes first
 from tests.integration.vllm._engine import Answers, Engine  # noqa: E402
 from tests.integration.vllm._processes import Fresh  # noqa: E402
-from tests.integration.vllm.conftest import Prompts  # noqa: E402
+from tests.integration.vllm._prompts import Prompts  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,14 +44,14 @@ class Bench:
     def __init__(self, python: Path, folder: Path, model: str) -> None:
         self._python = python
         self._folder = folder
+        self._cache = Cache("engine", "fs", folder, settings={"layout": "files"})
         self._model = model
 
     def start(self, store: Path | None) -> Engine:
         """Start an engine, with the connector above a store or without one."""
         connector: dict[str, Any] | None = None
         if store is not None:
-            cache = Cache("engine", "fs", self._folder)
-            connector = cache.connector(
+            connector = self._cache.connector(
                 blocks=300, block_bytes=BLOCK_BYTES[self._model], store=store
             )
         return Engine(
@@ -90,7 +90,11 @@ class Bench:
                     for engine in (plain, ours) if (start + pair) % 2 == 0 else (ours, plain):
                         rounds = without if engine is plain else with_ours
                         rounds.append(engine.generate(prompts, max_tokens=tokens))
-                loaded = Cache("engine", "fs", self._folder).moved(ours).loaded
+                loaded = (
+                    Cache("engine", "fs", self._folder, settings={"layout": "files"})
+                    .moved(ours)
+                    .loaded
+                )
             if loaded:
                 raise SystemExit(f"something was loaded: {loaded} blocks")
         pairs_of_rounds = list(zip(without, with_ours, strict=True))

@@ -67,14 +67,16 @@ class Cache:
         tier: The type of the tier.
         folder: Where the tier and the test keep their files.
         options: vLLM's engine arguments that belong to it.
-        layout: How blocks lie in the folder of our file system tier.
+        settings: Settings of our tier; where its files are, if it has any, need not be said.
+        is_lasting: Whether the tier finds after a restart what it has stored.
     """
 
     mode: str
     tier: str
     folder: Path
     options: Mapping[str, Any] = field(default_factory=dict)
-    layout: str = "files"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_lasting: bool = True
 
     @property
     def store(self) -> Path:
@@ -107,10 +109,15 @@ class Cache:
             settings: More of ``kv_connector_extra_config``.
         """
         tier: dict[str, Any] = {"type": f"kv:{self.tier}" if self.mode == "tier" else self.tier}
+        folder = store or self.store
         if self.tier == "fs":
-            tier["root_dir"] = str(store or self.store)
-            if self.mode != "vllm":
-                tier |= {"min_free_bytes": "1MiB", "layout": self.layout}
+            tier["root_dir"] = str(folder)
+        elif self.tier == "fsspec":
+            tier["url"] = folder.as_uri()
+        if self.mode != "vllm":
+            if self.tier in {"fs", "fsspec"}:
+                tier["min_free_bytes"] = "1MiB"
+            tier |= self.settings
         extra: dict[str, Any] = {
             "cpu_bytes_to_use": blocks * block_bytes,
             "secondary_tiers": [tier | dict(tier_settings or {})],

@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import pytest
+
+from kv_tier_s3._harness import SeaweedServer
 
 from ._caches import Cache, Moved
 from ._engine import Answers, Engine
 from ._processes import Fresh, Zygote
+from ._prompts import Prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from kv_tier_s3._harness import S3Server
+
     from ._processes import Launcher
 
 __all__ = ["Answers", "Cache", "Engine", "Moved", "Prompts", "Reference"]
+
+_BUCKET: Final = "kv-vllm"
+# Names of tiers in the names of caches: the tier's type, and settings of ours.
+_TIERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "fs": ("fs", {"layout": "files"}),
+    "segments": ("fs", {"layout": "segments"}),
+    "example": ("example", {}),
+    "fsspec": ("fsspec", {}),
+    "memory": ("fsspec", {"url": "memory://kv"}),
+    "s3": ("s3", {"engine": "s3fs"}),
+    "obstore": ("s3", {"engine": "obstore"}),
+    "obj": ("obj", {}),
+}
+_IN_A_BUCKET: Final = ("s3", "obj")
+_FORGETFUL: Final = ("example", "memory")
 
 
 @pytest.fixture(scope="session")
@@ -100,19 +119,6 @@ def reference(
     answers.close()
 
 
-@final
-class Prompts:
-    """Makes prompts; the same ones in every run, and different ones for each name."""
-
-    def __call__(self, name: str, *lengths: int, stem: Sequence[int] = ()) -> list[list[int]]:
-        """Return one prompt for each length, all of which begin with ``stem``."""
-        dice = random.Random(name)
-        return [
-            [*stem, *(dice.randrange(2, 512) for _ in range(length - len(stem)))]
-            for length in lengths
-        ]
-
-
 @pytest.fixture(scope="session")
 def prompts() -> Prompts:
     """Return the maker of prompts."""
@@ -124,8 +130,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "caches(*names): the configurations that a test runs with, MODE-TIER or MODE-TIER-async, "
-        "where the tier 'segments' is 'fs' with that layout; with KV_CORE_VLLM_MATRIX=1 also "
-        "those named by matrix=",
+        f"where TIER is one of {', '.join(_TIERS)}; with KV_CORE_VLLM_MATRIX=1 also those named "
+        "by matrix=",
     )
 
 
@@ -141,18 +147,32 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("cache_name", names, scope="module")
 
 
+@pytest.fixture(scope="session")
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """Return an object store with a bucket for all tests, each of which has a prefix in it."""
+    with SeaweedServer(tmp_path_factory.mktemp("object-store")) as server:
+        server.make_bucket(_BUCKET)
+        yield server
+
+
 @pytest.fixture(scope="module")
-def cache(cache_name: str, tmp_path_factory: pytest.TempPathFactory) -> Cache:
+def cache(
+    cache_name: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Cache:
     """Return the configuration of the connector."""
-    mode, tier, *scheduling = cache_name.split("-")
-    options = {"async_scheduling": True} if scheduling == ["async"] else {}
-    layout = "segments" if tier == "segments" else "files"
+    mode, kind, *scheduling = cache_name.split("-")
+    tier, settings = _TIERS[kind]
+    folder = tmp_path_factory.mktemp(cache_name)
+    if tier in _IN_A_BUCKET:
+        server: S3Server = request.getfixturevalue("object_store")
+        settings = server.access.settings(_BUCKET) | {"prefix": folder.name} | settings
     made = Cache(
         mode,
-        "fs" if tier == "segments" else tier,
-        tmp_path_factory.mktemp(cache_name),
-        options,
-        layout,
+        tier,
+        folder,
+        options={"async_scheduling": True} if scheduling == ["async"] else {},
+        settings=settings,
+        is_lasting=kind not in _FORGETFUL,
     )
     made.sabotage.write_text("none")
     return made

@@ -16,7 +16,9 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(400),
-    pytest.mark.caches("engine-fs", "tier-fs"),
+    pytest.mark.caches(
+        "engine-fs", "tier-fs", matrix=["engine-fsspec", "engine-s3", "tier-obstore"]
+    ),
 ]
 
 LENGTHS: Final = (400, 300, 200)

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.caches("engine-fs", matrix=["tier-fs"]),
+    pytest.mark.caches("engine-fs", matrix=["tier-fs", "engine-s3"]),
 ]
 
 LENGTHS = (400, 333, 250, 100)

@@ -22,7 +22,18 @@ pytestmark = [
     pytest.mark.caches(
         "engine-fs-async",
         "tier-fs",
-        matrix=["engine-fs", "tier-fs-async", "engine-example", "tier-example", "vllm-fs"],
+        matrix=[
+            "engine-fs",
+            "tier-fs-async",
+            "engine-example",
+            "tier-example",
+            "engine-fsspec",
+            "tier-memory",
+            "engine-s3",
+            "tier-s3",
+            "engine-obstore-async",
+            "vllm-fs",
+        ],
     ),
 ]
 

@@ -21,7 +21,18 @@ pytestmark = [
         "engine-example",
         "tier-example",
         "engine-segments",
-        matrix=["tier-segments", "vllm-fs"],
+        "engine-s3",
+        "tier-obstore",
+        matrix=[
+            "tier-segments",
+            "engine-fsspec",
+            "tier-fsspec",
+            "engine-memory",
+            "tier-memory",
+            "tier-s3",
+            "engine-obstore",
+            "vllm-fs",
+        ],
     ),
 ]
 
@@ -100,7 +111,7 @@ def test_full_hits_after_a_restart(
     start: Callable[..., Engine],
 ) -> None:
     """Another process finds in storage what the first one stored."""
-    if cache.tier == "example":
+    if not cache.is_lasting:
         # It is memory: there is nothing to be found. That it starts again is not in question.
         return
     asked = prompts("restarted", *LENGTHS)

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.caches("engine-fs", "tier-fs", matrix=["vllm-fs"]),
+    pytest.mark.caches("engine-fs", "tier-fs", matrix=["engine-s3", "tier-s3", "vllm-fs"]),
 ]
 
 LENGTHS = (400, 300, 250, 200)

@@ -15,7 +15,9 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.caches("engine-fs", matrix=["tier-fs"]),
+    pytest.mark.caches(
+        "engine-fs", matrix=["tier-fs", "engine-fsspec", "engine-s3", "tier-obstore"]
+    ),
 ]
 
 

@@ -6,15 +6,16 @@ works as before.
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kv_conformance.faults.fuse import FaultyFolder
 from kv_conformance.harness import Fault
+
+from ._faults import ENGINE, TIER, store_all, until_healthy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,18 +35,6 @@ pytestmark = [
 LENGTHS = (300, 250, 200)
 FULL_HIT = [(length - 1) // 32 * 32 for length in LENGTHS]
 BLOCKS = sum(length // 32 for length in LENGTHS)
-NUMBERS = itertools.count()
-# Faults are to be seen to pass.
-TIER = {"job_deadline_s": 5, "lookup_deadline_s": 2, "error_backoff_s": 0.1}
-ENGINE: dict[str, Any] = {
-    "promotion_deadline_s": 5,
-    "request_lookup_deadline_s": 8,
-    "store_deadline_s": 8,
-    "degraded_backoff_s": 0.1,
-    "degraded_backoff_max_s": 0.2,
-    "quarantine_grace_s": 0.2,
-    "shutdown_flush_s": 5,
-}
 
 
 @pytest.fixture(scope="module")
@@ -68,34 +57,7 @@ def engine(cache: Cache, storage: FaultyFolder, start: Callable[..., Engine]) ->
 def healthy(cache: Cache, storage: FaultyFolder, engine: Engine, prompts: Prompts) -> None:
     """Begin each test with storage that works, and an engine that uses it."""
     storage.heal()
-    engine.settle()
-    probe = prompts(f"probe {next(NUMBERS)}", 40)
-    # A tier that failed to load proves itself with a load, so there has to be something to load.
-    cache.wait_until(
-        engine,
-        lambda _: sum(engine.metrics("tier_health").values()) == 0,
-        between=lambda: store(engine, probe),
-    )
-
-
-def store(engine: Engine, asked: list[list[int]]) -> list[int]:
-    """Answer prompts, and forget all that is above the tier; return what had been cached."""
-    found = engine.generate(asked)
-    engine.settle()
-    assert engine.reset(connector=True)
-    return found.cached
-
-
-def stored(engine: Engine, asked: list[list[int]]) -> None:
-    """Put prompts into the tier, and out of everything above it.
-
-    A machine with too much to do may miss the short deadlines, so it is done until it is done.
-    """
-    full = [len(prompt) // 32 * 32 for prompt in asked]
-    for _ in range(10):
-        if (cached := store(engine, asked)) == full:
-            return
-    pytest.fail(f"the prompts do not get into the tier: {cached}")
+    until_healthy(cache, engine, prompts)
 
 
 def test_stores_fail(
@@ -120,7 +82,7 @@ def test_loads_fail(
     """Every operation is an error while the engine loads: it computes, and finds it all later."""
     asked = prompts("loads fail", *LENGTHS)
     expected = reference(asked).tokens
-    stored(engine, asked)
+    store_all(engine, asked)
     before = cache.moved(engine)
     storage.inject(Fault.ERROR)
     found = engine.generate(asked)
@@ -136,7 +98,7 @@ def test_loads_stall(
     """No operation returns while the engine loads: requests end all the same, before it does."""
     asked = prompts("loads stall", *LENGTHS)
     expected = reference(asked).tokens
-    stored(engine, asked)
+    store_all(engine, asked)
     before = cache.moved(engine)
     storage.inject(Fault.STALL)
     found = engine.generate(asked)
@@ -168,7 +130,7 @@ def test_bytes_are_flipped(
     asked = prompts("flipped", *LENGTHS)
     expected = reference(asked).tokens
     known = set(files(storage.backing))
-    stored(engine, asked)
+    store_all(engine, asked)
     damaged = [path for path in files(storage.backing) if path not in known]
     assert len(damaged) == BLOCKS
     for path in damaged:
@@ -181,7 +143,7 @@ def test_bytes_are_flipped(
     assert moved.failed_loads + moved.errors > 0
     assert moved.promoted == 0
 
-    stored(engine, asked)
+    store_all(engine, asked)
     found = engine.generate(asked)
     assert (found.tokens, found.cached) == (expected, FULL_HIT)
 
@@ -193,7 +155,7 @@ def test_storage_fills_up(
     arrived = prompts("before it was full", *LENGTHS)
     asked = prompts("full", *LENGTHS * 3)
     expected = reference(asked).tokens
-    stored(engine, arrived)
+    store_all(engine, arrived)
     before = cache.moved(engine)
     known = len(files(storage.backing))
     engine.begin_generate(asked)

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.caches("tier-fs", matrix=["engine-fs"]),
+    pytest.mark.caches("tier-fs", matrix=["engine-fs", "engine-s3", "tier-s3"]),
 ]
 
 LENGTHS = (400, 250)
