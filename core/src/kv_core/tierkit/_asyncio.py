@@ -43,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 _OPEN_SHARE: Final = 0.9
 
+_BROKEN_OFF: Final = (
+    "the transfer was broken off, at the deadline of its job or by a drain or shutdown"
+)
+
 
 class AsyncioTier(KitTier):
     """A conforming tier made of three coroutines.
@@ -190,7 +194,7 @@ class AsyncioTier(KitTier):
         finally:
             self._locks.release(key)
         if isinstance(moved, BaseException):
-            return BlockFailure(_store_kind(moved), self._describe(moved), 0)
+            return BlockFailure(_store_kind(moved), self._describe_transfer(moved), 0)
         return self.context.block_bytes if moved is None else moved
 
     async def _load_block(self, job: Job, index: int) -> BlockFailure | int:
@@ -218,8 +222,12 @@ class AsyncioTier(KitTier):
         key = job.metadata.keys[index]
         error = await self._call(self.read_block, key, self._target, job.block_ids[index])
         if isinstance(error, BaseException):
-            return BlockFailure(_load_kind(error), self._describe(error), ticket)
+            return BlockFailure(_load_kind(error), self._describe_transfer(error), ticket)
         return None
+
+    def _describe_transfer(self, error: BaseException) -> str:
+        # Its own text is its name, which tells an operator nothing.
+        return _BROKEN_OFF if isinstance(error, asyncio.CancelledError) else self._describe(error)
 
     async def _retire(self, key: OffloadKey) -> bool:
         if type(self).retire is AsyncioTier.retire:

@@ -113,9 +113,10 @@ class Bucket:
             config.error_backoff_s,
             self.counts.note_not_asked,
         )
-        # When the bucket has answered last, and how.
+        # When a request has succeeded last; when the bucket was looked at last, and what was seen.
         self._seen_at = float("-inf")
-        self._seen: S3Error | None = None
+        self._looked_at = float("-inf")
+        self._looked: S3Error | None = None
         self._looking = asyncio.Lock()
         self._has_conditions = True
         self._warnings: dict[S3ErrorKind, Occasionally] = {}
@@ -242,7 +243,7 @@ class Bucket:
 
     async def _seeing(self, ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
         result = await ask()
-        self._seen_at, self._seen = self._clock(), None
+        self._seen_at = self._clock()
         return result
 
     async def _explained(self, error: S3Error) -> S3Error:
@@ -251,6 +252,9 @@ class Bucket:
             return error
         if error.kind in {S3ErrorKind.THROTTLED, S3ErrorKind.SERVER, S3ErrorKind.TIMEOUT}:
             # What asks for patience is not to be asked twice as much.
+            return error
+        is_miss = error.kind is S3ErrorKind.MISSING
+        if is_miss and self._clock() - self._seen_at < _BUCKET_KNOWN_S:
             return error
         try:
             await self.see_bucket()
@@ -272,11 +276,11 @@ class Bucket:
             S3Error: There is none, or nobody can say.
         """
         async with self._looking:
-            if self._clock() - self._seen_at >= _BUCKET_KNOWN_S:
-                self._seen = await self._look()
-                self._seen_at = self._clock()
-            if self._seen is not None:
-                raise self._seen.with_traceback(None)
+            if self._clock() - self._looked_at >= _BUCKET_KNOWN_S:
+                self._looked = await self._look()
+                self._looked_at = self._clock()
+            if self._looked is not None:
+                raise self._looked.with_traceback(None)
 
     async def _look(self) -> S3Error | None:
         """Ask for an object that nobody makes; how that is refused tells what is there."""
