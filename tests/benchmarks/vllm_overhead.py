@@ -90,11 +90,7 @@ class Bench:
                     for engine in (plain, ours) if (start + pair) % 2 == 0 else (ours, plain):
                         rounds = without if engine is plain else with_ours
                         rounds.append(engine.generate(prompts, max_tokens=tokens))
-                loaded = (
-                    Cache("engine", "fs", self._folder, settings={"layout": "files"})
-                    .moved(ours)
-                    .loaded
-                )
+                loaded = self._cache.moved(ours).loaded
             if loaded:
                 raise SystemExit(f"something was loaded: {loaded} blocks")
         pairs_of_rounds = list(zip(without, with_ours, strict=True))
