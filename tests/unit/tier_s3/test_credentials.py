@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kv_core.contract import parse_tier_config
+from kv_tier_s3 import S3Config
 from kv_tier_s3._credentials import CredentialChain
 from kv_tier_s3._errors import S3Error, S3ErrorKind
+from kv_tier_s3._s3fs_store import S3fsStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +48,19 @@ def test_credentials_come_from_the_chain(file: Path) -> None:
         return found.access_key, found.secret_key
 
     assert asyncio.run(find()) == ("AK1", "s1")
+
+
+def test_a_client_is_made_with_the_chain(file: Path) -> None:
+    """Everything that botocore wants of credentials when it makes one is there."""
+    write(file, "AK1", "s1")
+    settings = {"bucket": "kv-cache", "endpoint_url": "http://127.0.0.1:1"}
+
+    async def make() -> None:
+        store = S3fsStore(parse_tier_config("cold", S3Config, settings))
+        await store.open()
+        await store.close()
+
+    asyncio.run(make())
 
 
 def test_no_credentials_is_an_error_of_its_own(file: Path) -> None:

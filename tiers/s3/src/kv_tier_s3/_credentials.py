@@ -91,6 +91,13 @@ class CredentialChain:
                     raise self._error(error) from None
             return self._frozen
 
+    def get_deferred_property(self, name: str) -> Callable[[], None]:  # noqa: ARG002
+        """Return what botocore calls for the number of the account, which S3 does not ask for."""
+        return lambda: None
+
+    async def get_account_id(self) -> None:
+        """Return the number of the account for aiobotocore: none."""
+
     async def renew(self, refused: ReadOnlyCredentials) -> bool:
         """Look for other credentials than those that the store refuses.
 
