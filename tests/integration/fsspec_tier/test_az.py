@@ -147,8 +147,8 @@ def test_a_frozen_server_fails_jobs_in_time(
 
 
 @pytest.mark.parametrize("end", ["close", "exit"])
-def test_a_process_ends_without_a_word(az: dict[str, Any], end: str) -> None:
-    """What adlfs plans for the end of a process would fail there, with a traceback."""
+def test_a_process_ends_without_a_traceback(az: dict[str, Any], end: str) -> None:
+    """What adlfs plans for the end of a process would fail there."""
     settings = json.dumps(az)
     done = subprocess.run(
         [sys.executable, "-c", _OPEN_AND_END, settings, end],
@@ -157,7 +157,10 @@ def test_a_process_ends_without_a_word(az: dict[str, Any], end: str) -> None:
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    # Of a tier that is left open, a client library may say so.
+    assert end == "exit" or done.stderr == ""
 
 
 def test_a_closed_tier_is_collected(drive: Drive, az: dict[str, Any]) -> None:

@@ -46,10 +46,9 @@ def test_listings_are_not_remembered(drive: Drive, settings: dict[str, Any]) -> 
     reader, writer = drive(settings), drive(settings)
     fs = filesystem_of(reader)
     for number, key in enumerate(KEYS):
-        before, after = (driver_request(reader, f"{word}-{number}") for word in ("before", "after"))
-        assert reader.resolve([key], before) == [False]
+        assert reader.resolve([key], driver_request(reader, f"before-{number}")) == [False]
         assert writer.store([key]).success
-        assert reader.resolve([key], after) == [True]
+        assert reader.resolve([key], driver_request(reader, f"after-{number}")) == [True]
     assert len(getattr(fs, "dircache", ())) == 0
 
 

@@ -76,6 +76,7 @@ class AzureStore:
                 "'connection_string', or set AZURE_STORAGE_ACCOUNT_NAME and what belongs to it",
                 setting="storage_options",
             ) from None
+        _detach_finalizers(self.fs)
         self._service: Any = self.fs.service_client
 
     def strip(self, url: str) -> str:
@@ -87,7 +88,6 @@ class AzureStore:
 
     async def close(self) -> None:
         """Close all connections, and those that fetch tokens."""
-        _detach_finalizers(self.fs)
         await self._service.close()
         for name in ("credential", "sync_credential"):
             closing = getattr(getattr(self.fs, name, None), "close", None)
