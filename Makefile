@@ -36,7 +36,7 @@ LOADED_RUNS ?= 50
 LOADED_AT_A_TIME ?= 1
 
 .PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile \
-    region-kills fs-faults conformance conformance-loaded conformance-pytests kill-map vllm-env vllm vllm-matrix \
+    region-kills fs-faults s3-servers conformance conformance-loaded conformance-pytests kill-map vllm-env vllm vllm-matrix \
     vllm-versions \
     bench-vllm clean
 
@@ -50,6 +50,7 @@ help:
 	@echo "wheels        build every wheel and check it alone in a clean environment"
 	@echo "bench-smoke   run every benchmark once, small"
 	@echo "hostile       all recorded traces (KV_CORE_TRACES), whole, over a tier that fails on purpose"
+	@echo "s3-servers    get the object stores that tests run on (SeaweedFS, Ceph RGW) and try them"
 	@echo "conformance   the conformance suite on every tier of this repository, in each mode"
 	@echo "conformance-loaded   again and again (LOADED_RUNS=50) on a busy machine: no false alarm"
 	@echo "conformance-pytests  from wheels, with the oldest and newest pytest and other plugins"
@@ -112,6 +113,10 @@ wheels: test-tools
 bench-smoke: test-tools
 	@set -e; for script in tests/benchmarks/[a-z]*.py; do \
 	    echo "-- $$script"; $(BIN)/python "$$script" --quick; done
+
+# The first time as root: Debian's packages of Ceph are installed, 60 MB to get.
+s3-servers: test-tools
+	.ci/s3-servers $(BIN)/python
 
 # The tests replay slices of this. What the tier does goes to a file: it is a lot.
 hostile: venv

