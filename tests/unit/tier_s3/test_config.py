@@ -84,10 +84,23 @@ def test_secrets_are_not_shown() -> None:
     assert not [text for text in shown if SECRET in text]
 
 
-def test_the_engine_is_s3fs_unless_somebody_says_otherwise() -> None:
-    """It is what is always installed."""
-    assert config().engine is Engine.S3FS
-    assert config(engine="obstore").engine is Engine.OBSTORE
+@pytest.mark.parametrize(
+    ("setting", "installed", "chosen"),
+    [
+        ("auto", True, Engine.OBSTORE),
+        ("auto", False, Engine.S3FS),
+        ("s3fs", True, Engine.S3FS),
+        ("obstore", False, Engine.OBSTORE),
+    ],
+)
+def test_the_faster_engine_is_taken_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, setting: str, *, installed: bool, chosen: Engine
+) -> None:
+    """And the one that is named always."""
+    found = object() if installed else None
+    monkeypatch.setattr("kv_tier_s3._config.find_spec", {"obstore": found}.__getitem__)
+    assert config().engine is Engine.AUTO
+    assert config(engine=setting).chosen_engine is chosen
 
 
 # -- logs of client libraries ---------------------------------------------------------------------

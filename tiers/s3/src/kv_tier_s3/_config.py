@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from importlib.util import find_spec
 from pathlib import Path  # noqa: TC003 - pydantic evaluates the annotation
 from typing import TYPE_CHECKING, Final, Literal
 from urllib.parse import urlsplit
@@ -27,6 +28,8 @@ _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 class Engine(enum.Enum):
     """The client library that moves the objects. The tier behaves the same with each."""
 
+    AUTO = "auto"
+    """obstore where it is installed, s3fs elsewhere."""
     S3FS = "s3fs"
     """s3fs, on aiobotocore; always installed."""
     OBSTORE = "obstore"
@@ -155,10 +158,17 @@ class S3Config(BucketConfig):
     """Longest time for a connection to be made."""
     read_timeout_s: float = Field(default=20.0, gt=0, le=3600, allow_inf_nan=False)
     """Longest silence of the store in the middle of an answer."""
-    max_connections: int = Field(default=32, ge=1, le=1024)
-    """Connections at a time."""
-    engine: Engine = Engine.S3FS
-    """The client library: 's3fs' or 'obstore'."""
+    max_connections: int = Field(default=64, ge=1, le=1024)
+    """Connections at a time. More than 'io_threads', or lookups wait for transfers to end."""
+    engine: Engine = Engine.AUTO
+    """The client library: 's3fs', 'obstore', or 'auto', which is obstore where it is installed."""
+
+    @property
+    def chosen_engine(self) -> Engine:
+        """The client library that 'auto' stands for here."""
+        if self.engine is not Engine.AUTO:
+            return self.engine
+        return Engine.S3FS if find_spec("obstore") is None else Engine.OBSTORE
 
     @model_validator(mode="after")
     def _check_encryption(self) -> Self:

@@ -34,7 +34,7 @@ class S3Tier(BucketTier):
 
     @override
     def make_client(self) -> S3Client:
-        if self.config.engine is Engine.S3FS:
+        if self.config.chosen_engine is Engine.S3FS:
             from kv_tier_s3._s3fs_store import S3fsStore
 
             return S3fsStore(self.config)
@@ -42,7 +42,7 @@ class S3Tier(BucketTier):
             from kv_tier_s3._obstore_store import ObstoreStore
         except ImportError as error:
             raise TierOpenError(
-                f"'engine' is 'obstore', which cannot be imported ({error}). Run: pip install "
-                "'kv-tier-s3[obstore]', or leave 'engine' out"
+                f"'engine' is {self.config.engine.value!r}, and obstore cannot be imported "
+                f"({error}). Run: pip install 'kv-tier-s3[obstore]', or set 'engine' to 's3fs'"
             ) from error
         return ObstoreStore(self.config)
