@@ -360,12 +360,10 @@ class ObjTier(BucketTier):
             return S3Error(found.kind, operation, where, found.status, found.s3_code, found.detail)
         except FileNotFoundError:
             pass
-        detail = f"NIXL says {error}, and another client is answered"
+        # Short: the log shows no more than some 300 characters of an error.
+        detail = f"{error}; another client is answered"
         if operation == "put":
-            detail += (
-                "; if this happens to every block, check that the credentials may store objects, "
-                "and that the store takes the checksums that 'req_checksum' asks for"
-            )
+            detail += ": check s3:PutObject, and 'req_checksum'"
         reason = S3Error(S3ErrorKind.OTHER, operation, where, None, None, detail)
         self._bucket.note(reason)
         return reason
