@@ -30,13 +30,14 @@ HOSTILE := --gpu-blocks 4096 --cpu-bytes 16MiB --tier hostile:max_blocks=200000,
 EXAMPLE := kv_tier_example._harness
 CONFORMANCE_MODES := $(EXAMPLE):async_mode kv_tier_fs._harness:FilesHarness \
     kv_tier_fsspec._harness:MemoryHarness kv_tier_fsspec._harness:AsyncMemoryHarness \
+    kv_tier_fsspec._harness:SftpHarness kv_tier_fsspec._harness:AzHarness \
     kv_tier_s3._harness:ObstoreHarness
 CONFORMANCE_AT_A_TIME ?= 2
 LOADED_RUNS ?= 50
 LOADED_AT_A_TIME ?= 1
 
 .PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile \
-    region-kills fs-faults s3-servers conformance conformance-loaded conformance-pytests kill-map vllm-env vllm vllm-matrix \
+    region-kills fs-faults fsspec-servers fsspec-soak s3-servers conformance conformance-loaded conformance-pytests kill-map vllm-env vllm vllm-matrix \
     vllm-versions \
     bench-vllm clean
 
@@ -61,6 +62,8 @@ help:
 	@echo "vllm-matrix   the same with every configuration that they can run with"
 	@echo "bench-vllm    throughput of vLLM with kv-core and without, and what a hit saves"
 	@echo "region-kills  240 random kills of processes that share a region, and what they leave"
+	@echo "fsspec-servers   get the servers of the fsspec tier's tests: OpenSSH (as root) and Azurite (npm)"
+	@echo "fsspec-soak   10,000 blocks through the fsspec tier on a folder: memory stays flat"
 	@echo "fs-faults     all faults of the file tier, 300 kills and 3 minutes of a crowd for each layout"
 	@echo "clean         remove all that was made"
 
@@ -78,7 +81,7 @@ $(VENV)/.packages: $(VENV)/.made $(PROJECT_FILES)
 # PyTorch is 200 MB; a machine without a wheel for its Python cannot run the tests marked torch,
 # and should hear so here rather than in the middle of them.
 $(VENV)/.test-tools: $(VENV)/.packages
-	$(PIP) install --group test --group lint --group build --group s3 --group nixl
+	$(PIP) install --group test --group lint --group build --group fsspec --group s3 --group nixl
 	$(PIP) install --group torch
 	@touch $@
 
@@ -158,6 +161,14 @@ bench-vllm: test-tools vllm-env
 # The tests do a tenth of this.
 region-kills: venv
 	$(BIN)/python tests/integration/region_kills.py --rounds 240 --seed 1
+
+# The tests find them there.
+fsspec-servers:
+	.ci/fsspec-servers build/azurite
+
+# The tests do a tenth of this.
+fsspec-soak: venv
+	$(BIN)/python tests/integration/fsspec_tier/soak.py --blocks 10000
 
 # The tests draw a slice of each of these (FS_FAULTS_SEED draws another one). As root, with strace.
 FS_KILLS ?= 300

@@ -102,7 +102,8 @@ class LoopThread:
             if tasks:
                 self.loop.run_until_complete(asyncio.wait(tasks))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            with suppress(RuntimeError):  # no thread to wait with; closing the loop lets it end
+                self.loop.run_until_complete(self.loop.shutdown_default_executor())
         finally:
             self.loop.close()
 
