@@ -213,7 +213,7 @@ def test_what_the_system_said_is_repeated() -> None:
     """The library says "could not connect", which may be any of a dozen things."""
     refused = ConnectionRefusedError(111, "Connect call failed")
     found = translated(caused(boto.EndpointConnectionError(endpoint_url="http://x"), refused))
-    assert "Connect call failed" in found.detail
+    assert found.detail == "Connection refused"
 
 
 def test_secrets_of_the_settings_are_masked_in_what_a_library_said() -> None:
@@ -261,7 +261,7 @@ def without_answer(kind: str, source: str) -> str:
         (
             f"{LED_BY} - Server returned non-2xx status code: 404 Not Found: <html>no</html>",
             S3ErrorKind.NOT_S3,
-            "no message",
+            "",
         ),
         (
             without_answer(

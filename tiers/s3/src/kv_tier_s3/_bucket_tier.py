@@ -17,6 +17,7 @@ from kv_core.errors import BlockDeclinedError
 from kv_core.tierkit.objects import describe_namespace
 from kv_tier_fsspec.store import ObjectTier
 from kv_tier_s3._advice import cannot_open
+from kv_tier_s3._authorities import check_authorities
 from kv_tier_s3._bucket import Bucket
 from kv_tier_s3._counts import METRIC_DEFINITIONS
 from kv_tier_s3._errors import S3Error, S3ErrorKind
@@ -57,6 +58,7 @@ class BucketTier(ObjectTier):
 
     @override
     async def open(self) -> None:
+        check_authorities(self.config.ca_bundle)
         limit_s = self.open_deadline_s * _OPEN_SHARE
         try:
             await asyncio.wait_for(self.open_bucket(), limit_s)

@@ -172,5 +172,5 @@ class S3Error(TierError):
         answer = " ".join(str(part) for part in (self.status, self.s3_code) if part is not None)
         super().__init__(
             f"{f'{self.operation} {self.name}'.rstrip()}: {self.kind.value}"
-            f"{f' ({answer})' if answer else ''}: {self.detail}"
+            f"{f' ({answer})' if answer else ''}{f': {self.detail}' if self.detail else ''}"
         )

@@ -46,6 +46,10 @@ _TLS: Final = re.compile(
     re.DOTALL,
 )
 _DNS: Final = re.compile(r"failed to lookup address information[^\"]*")
+# What every text begins with: the address, which is known, and how often it was tried.
+_LED_BY: Final = re.compile(
+    r"^Generic S3 error: (?:Error performing [A-Z]+ \S+ in .*? - )?(?:HTTP error: )?", re.DOTALL
+)
 _REASON: Final = re.compile(r"message: \"([^\"]+)\"")
 _KINDS: Final = {
     "Connect": S3ErrorKind.NETWORK,
@@ -154,14 +158,14 @@ class ObstoreStore:
         if status is not None or code is not None:
             number = None if status is None else int(status)
             kind = kind_of(number, code, has_body=operation != "head")
-            detail = "no message" if message is None else message
-            return S3Error(kind, operation, place, number, code, self._line(detail))
+            return S3Error(kind, operation, place, number, code, self._line(message or ""))
         kind, reason = _without_answer(words, rest)
+        words = _LED_BY.sub("", words).strip()
         detail = f"{words} ({reason})" if reason else words
         return S3Error(kind, operation, place, None, None, self._line(detail))
 
     def _line(self, text: str) -> str:
-        return " ".join(self._hide(text).split())
+        return " ".join(self._hide(text).split()).rstrip(".")
 
 
 def _without_answer(words: str, rest: str) -> tuple[S3ErrorKind, str]:
@@ -171,7 +175,7 @@ def _without_answer(words: str, rest: str) -> tuple[S3ErrorKind, str]:
             return kind, ""
     found = _TLS.search(_PLACES.sub("", rest))
     if found is not None:
-        return S3ErrorKind.TLS, " ".join(found[0].split())
+        return S3ErrorKind.TLS, "".join(found[0].split()).replace(",", "")
     found = _DNS.search(rest)
     if found is not None:
         return S3ErrorKind.DNS, found[0]

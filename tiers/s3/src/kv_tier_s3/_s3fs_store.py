@@ -10,6 +10,7 @@ its error is that of botocore, which has status and code.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from typing import TYPE_CHECKING, Any, Final, final
@@ -195,13 +196,13 @@ class S3fsStore:
                 # Where the answer had no code, botocore puts the status, or nothing.
                 code = None if not code or str(code).isdigit() else code
                 kind = kind_of(status, code, has_body=operation != "head")
-                detail = link.response.get("Error", {}).get("Message") or "no message"
+                detail = link.response.get("Error", {}).get("Message") or ""
                 return S3Error(kind, operation, name, status, code, self._line(str(detail)))
         kind = _kind_of_failure(error)
         return S3Error(kind, operation, name, None, None, self._line(_text_of_failure(error)))
 
     def _line(self, text: str) -> str:
-        return " ".join(self._hide(text).split())
+        return " ".join(self._hide(text).split()).rstrip(".")
 
 
 async def _fill(body: Any, parts: Sequence[memoryview]) -> int:
@@ -230,13 +231,16 @@ def _kind_of_failure(error: BaseException) -> S3ErrorKind:
 
 
 def _text_of_failure(error: BaseException) -> str:
-    """Return what the library says, and what the system said, which it does not repeat."""
-    text = str(error) or type(error).__name__
-    for link in _chain(error):
-        reason = str(link)
-        if isinstance(link, OSError) and reason and reason not in text:
-            return f"{text} ({reason})"
-    return text
+    """Return what the system said, which the library does not repeat, or what the library said."""
+    # What led to the others is the last.
+    for link in reversed(list(_chain(error))):
+        if isinstance(link, ssl.SSLError):
+            return str(link)
+        if isinstance(link, socket.gaierror):
+            return link.strerror or "no address"
+        if isinstance(link, OSError) and link.errno is not None:
+            return os.strerror(link.errno)
+    return str(error) or type(error).__name__
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
