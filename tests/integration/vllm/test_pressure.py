@@ -32,6 +32,8 @@ pytestmark = [
             "engine-s3",
             "tier-s3",
             "engine-obstore-async",
+            "engine-obj",
+            "tier-obj",
             "vllm-fs",
         ],
     ),

@@ -31,6 +31,8 @@ pytestmark = [
             "tier-memory",
             "tier-s3",
             "engine-obstore",
+            "engine-obj",
+            "tier-obj",
             "vllm-fs",
         ],
     ),

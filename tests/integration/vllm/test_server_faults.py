@@ -6,7 +6,7 @@ so is the cache, without anything being done about it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -26,7 +26,9 @@ pytestmark = [
     pytest.mark.s3,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.caches("engine-s3", matrix=["tier-s3", "engine-obstore", "tier-obstore"]),
+    pytest.mark.caches(
+        "engine-s3", matrix=["tier-s3", "engine-obstore", "tier-obstore", "engine-obj", "tier-obj"]
+    ),
 ]
 
 LENGTHS = (300, 250, 200)
@@ -34,7 +36,10 @@ FULL_HIT = [(length - 1) // 32 * 32 for length in LENGTHS]
 BLOCKS = sum(length // 32 for length in LENGTHS)
 BUCKET: Final = "kv-vllm-faults"
 # What waits for a server, besides the deadlines.
-CLIENT: Final = {"max_attempts": 1, "connect_timeout_s": 1, "read_timeout_s": 3}
+CLIENT: Final[dict[str, dict[str, Any]]] = {
+    "s3": {"max_attempts": 1, "connect_timeout_s": 1, "read_timeout_s": 3},
+    "obj": {"max_attempts": 1, "request_timeout_s": 3},
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def engine(cache: Cache, server: S3Server, start: Callable[..., Engine]) -> Iterator[Engine]:
     """Return an engine above that store."""
     place = server.access.settings(BUCKET) | {"prefix": cache.folder.name}
-    connector = cache.connector(blocks=100, tier_settings=place | CLIENT | TIER, **ENGINE)
+    connector = cache.connector(
+        blocks=100, tier_settings=place | CLIENT[cache.tier] | TIER, **ENGINE
+    )
     with start(connector=connector) as engine:
         yield engine
 
