@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-from botocore.exceptions import ClientError, ConnectionError, HTTPClientError, SSLError
+from botocore.exceptions import ClientError, EndpointConnectionError, HTTPClientError, SSLError
 
 from kv_tier_s3._harness import Certificates, Rights, S3Access
 
@@ -168,7 +168,7 @@ def test_a_killed_server_refuses_and_keeps_its_data(server: S3Server, user: Make
     reader = user("survivor", Rights.READ)
     put(server.access.client(), "kept")
     server.kill()
-    with pytest.raises(ConnectionError):
+    with pytest.raises(EndpointConnectionError):
         get(server.access.client(**IMPATIENT), "kept")
     server.restart()
     assert get(server.access.client(), "kept") == b"body"

@@ -109,6 +109,8 @@ bluestore block db create = false
 bluestore block wal create = false
 bluestore fsck on mount = false
 osd memory target = 939524096
+# A gateway that was killed keeps others waiting for so long.
+osd client watch timeout = 5
 osd class update on start = false
 osd crush update on start = true
 osd pg object context cache count = 64
@@ -152,6 +154,8 @@ class Rgw(S3Server):
         super().__init__(folder)
         self._lifecycle_day_s = lifecycle_day_s
         self._configuration = folder / "ceph.conf"
+        # Rights are in the policies of buckets, where they would outlive the user.
+        self._buckets_of: dict[str, set[str]] = {}
         self._monitor, self._storage, self._gateway = (
             Daemon(name, folder / f"{name}.out") for name in ("ceph-mon", "ceph-osd", "radosgw")
         )
@@ -252,6 +256,10 @@ class Rgw(S3Server):
 
     @override
     def allow(self, name: str, bucket: str, rights: Rights) -> None:
+        self._buckets_of.setdefault(name, set()).add(bucket)
+        self._grant(name, bucket, rights)
+
+    def _grant(self, name: str, bucket: str, rights: Rights) -> None:
         client = self.access.client()
         statements = [
             statement
@@ -279,6 +287,8 @@ class Rgw(S3Server):
 
     @override
     def remove_user(self, name: str) -> None:
+        for bucket in self._buckets_of.pop(name, ()):
+            self._grant(name, bucket, Rights.NONE)
         self._admin("user", "rm", f"--uid={name}")
 
     def _admin(self, *arguments: str) -> str:
