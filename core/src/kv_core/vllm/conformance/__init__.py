@@ -1,7 +1,8 @@
 """Harnesses that put vLLM's own tiers, unmodified, under the conformance suite.
 
-``pytest --conformance --conformance-harness kv_core.vllm.conformance:fs`` (or ``:example``), in an
-environment that has vLLM and ``kv-conformance[fuse]``. What they find is published, version by
+``pytest --conformance --conformance-harness kv_core.vllm.conformance:fs`` (or ``:example``, ``:obj``,
+``:obj_rgw``), in an environment that has vLLM and ``kv-conformance[fuse]``; for ``obj`` also NIXL
+and ``kv-tier-s3[conformance]``, whose servers it uses. What they find is published, version by
 version, under ``docs/conformance``.
 
 vLLM's tiers were written for vLLM's interface, which asks for less than the contract does. The
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
     from kv_core.vllm.conformance._example import ExampleHarness
     from kv_core.vllm.conformance._fs import FsHarness
+    from kv_core.vllm.conformance._obj import ObjHarness, RgwObjHarness
 
-__all__ = ["example", "fs"]
+__all__ = ["example", "fs", "obj", "obj_rgw"]
 
 
 def fs(workdir: Path) -> FsHarness:
@@ -36,3 +38,17 @@ def example(workdir: Path) -> ExampleHarness:
     from kv_core.vllm.conformance._example import ExampleHarness
 
     return ExampleHarness(workdir)
+
+
+def obj(workdir: Path) -> ObjHarness:
+    """Make the harness of vLLM's tier ``obj``, on SeaweedFS."""
+    from kv_core.vllm.conformance._obj import ObjHarness
+
+    return ObjHarness(workdir)
+
+
+def obj_rgw(workdir: Path) -> RgwObjHarness:
+    """Make the harness of vLLM's tier ``obj``, on Ceph's RGW."""
+    from kv_core.vllm.conformance._obj import RgwObjHarness
+
+    return RgwObjHarness(workdir)
