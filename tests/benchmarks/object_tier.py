@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         memory = stack.enter_context(Memory(_HALF_BYTES))
         _say(f"starting {options.server}" if options.server in SERVERS else options.server)
         place = stack.enter_context(serving(options.server, Path(name)))
-        pairs = all_pairs(place, memory)
+        pairs = all_pairs(place, memory, options.only)
         moving = measure_moving(pairs, memory, scale, random, _say)
         _say("lookups")
         finding = measure_finding(pairs, memory, scale, random)
@@ -141,6 +141,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=SERVERS[0],
         help="what to measure on; default: %(default)s. With a URL, KV_TIER_S3_BUCKET, "
         "KV_TIER_S3_ACCESS_KEY and KV_TIER_S3_SECRET_KEY are read from the environment",
+    )
+    parser.add_argument(
+        "--only", metavar="TIER", default="", help="as in 's3 obstore', 's3', 'obj'"
     )
     parser.add_argument("--dir", metavar="FOLDER", help="for the server's data; default: temporary")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from _object_bench._bare import BareObstore, BareS3fs
+from _object_bench._bare_nixl import BareNixl
 from _object_bench._contenders import TierContender
 
+from kv_tier_obj import kv_core_register_tier as obj_tier
 from kv_tier_s3 import Engine, kv_core_register_tier
 
 if TYPE_CHECKING:
@@ -31,12 +33,15 @@ class Pair:
     bare: Contender
 
 
-def all_pairs(place: Place, memory: Memory) -> list[Pair]:
-    """Return all pairs that are installed."""
+_NIXL_THREADS: Final = 8
+
+
+def all_pairs(place: Place, memory: Memory, only: str = "") -> list[Pair]:
+    """Return all pairs whose tier has a name that begins with ``only``."""
     # On a machine that is busy with something else, late is not lost.
     patience = {"lookup_deadline_s": 120.0, "job_deadline_s": 600.0}
     settings = {**place.access.settings(place.bucket), **patience}
-    return [
+    pairs = [
         Pair(
             TierContender(
                 f"s3 {engine.value}",
@@ -48,3 +53,10 @@ def all_pairs(place: Place, memory: Memory) -> list[Pair]:
         )
         for engine, bare in ((Engine.S3FS, BareS3fs), (Engine.OBSTORE, BareObstore))
     ]
+    pairs.append(
+        Pair(
+            TierContender("obj", obj_tier(), {**settings, "threads": _NIXL_THREADS}, memory),
+            BareNixl("nixl", place, memory, _NIXL_THREADS),
+        )
+    )
+    return [pair for pair in pairs if pair.tier.name.startswith(only)]
