@@ -10,8 +10,8 @@ from kv_core.contract import Capability, parse_tier_config
 from kv_core.errors import ConfigError, TierOpenError
 from kv_core.plugins import check_tier
 from kv_tier_fsspec import FsspecConfig, _filesystem, kv_core_register_tier
-from kv_tier_fsspec._protocols import Publication
 from kv_tier_fsspec._filesystem import filesystem_class, make_filesystem, publication_of
+from kv_tier_fsspec._protocols import Publication
 
 SECRET = "hunter2-very-secret"
 
@@ -151,7 +151,7 @@ class Strict:
         pass
 
     @staticmethod
-    def _get_kwargs_from_urls(url: str) -> dict[str, Any]:
+    def _get_kwargs_from_urls(_: str) -> dict[str, Any]:
         return {}
 
 
