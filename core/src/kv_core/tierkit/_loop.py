@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
+from kv_core.tierkit._doorbell import Doorbell
 from kv_core.tierkit._pool import LoadFirstQueue
 from kv_core.tierkit._probes import QuestionQueue
 
@@ -41,6 +42,11 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = _new_loop()
+        try:
+            self._doorbell = Doorbell(self.loop)
+        except BaseException:
+            self.loop.close()
+            raise
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
@@ -54,13 +60,12 @@ class LoopThread:
         try:
             self._thread.start()
         except BaseException:
-            self.loop.close()
+            self._close()
             raise
 
     def post(self, callback: Callable[[], object]) -> None:
         """Have the loop call something soon. Nothing happens after :meth:`stop`."""
-        with suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(callback)
+        self._doorbell.ring(callback)
 
     def run(self, coroutine: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
         """Run a coroutine on the loop and wait for it.
@@ -105,7 +110,11 @@ class LoopThread:
             with suppress(RuntimeError):  # no thread to wait with; closing the loop lets it end
                 self.loop.run_until_complete(self.loop.shutdown_default_executor())
         finally:
-            self.loop.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._doorbell.close()
+        self.loop.close()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
