@@ -1,9 +1,10 @@
 """How long calls into a tier hold up the engine's thread, while blocks move at full speed.
 
 A thread can be held up by two things: it waits, for a lock, for the interpreter or for a server,
-which is the tier's doing; or it could go on and the machine gives it no processor, which is not.
-The kernel counts the second one for each thread, so the first one is what remains of a call after
-its own work and that.
+which is the tier's doing; or it could go on and the machine gives no processor to it, or to the
+thread that it waits for, which is not. The kernel counts the second one for each thread, so the
+first one is what remains of a call after its own work and that: the delay of the thread itself, and
+the longest delay of any other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import ctypes
 import os
 import threading
 import time
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import numpy as np
@@ -23,7 +26,7 @@ from kv_core.tierkit.testing import example_key
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from _fs_bench._memory import Memory
+    from _fs_bench._memory import Memory, Plan
     from _object_bench._contenders import TierContender
 
 __all__ = ["Blocking", "measure_blocking"]
@@ -52,8 +55,8 @@ class Blocking:
         blocked_p999: Waiting for somebody else of this process, likewise.
         blocked_max: The longest.
         slowest: Name of the call that was blocked longest.
-        sees_queue: Whether the kernel tells how long the thread waited for a processor. Where it
-            does not, that time counts as blocked.
+        sees_queue: Whether the kernel tells how long threads wait for a processor. Where it does
+            not, that time counts as blocked.
     """
 
     tier: str
@@ -72,46 +75,50 @@ class Blocking:
 
 @final
 class _Stopwatch:
-    """Times calls of the thread that made it."""
+    """Times calls of the thread that makes it, among all that run when it is made."""
 
     def __init__(self) -> None:
         # This door lets no other thread in meanwhile, or the next call would wait for it to go.
         self._read = ctypes.PyDLL(None).pread
         self._buffer = ctypes.create_string_buffer(80)
-        path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
-        try:
-            self._file = os.open(path, os.O_RDONLY)
-        except OSError:
-            self._file = -1
-        self.sees_queue = self._file >= 0
+        self._files: list[int] = []
+        mine = threading.get_native_id()
+        with suppress(OSError):
+            # Libraries in other languages have threads that Python does not list.
+            others = (int(path.name) for path in Path("/proc/self/task").iterdir())
+            for thread in (mine, *(other for other in others if other != mine)):
+                self._files.append(os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY))
+        self.sees_queue = bool(self._files)
         self.names: list[str] = []
         self.taken_ns: list[tuple[int, int, int]] = []
 
     def close(self) -> None:
-        """Close the file."""
-        if self.sees_queue:
-            os.close(self._file)
+        """Close the files."""
+        for file in self._files:
+            os.close(file)
 
     def __call__(
         self, function: Callable[..., ResultT], *arguments: Any, name: str = ""
     ) -> ResultT:
         """Call a function and note what it took."""
-        queued = self._queued_ns()
+        before = self._queued_ns()
         worked = time.thread_time_ns()
         start = time.perf_counter_ns()
         result = function(*arguments)
         wall = time.perf_counter_ns() - start
         worked = time.thread_time_ns() - worked
-        queued = self._queued_ns() - queued
+        queued = [end - begin for begin, end in zip(before, self._queued_ns(), strict=True)]
+        not_ours = sum(queued[:1]) + max(queued[1:], default=0)
         self.names.append(name or function.__name__)
-        self.taken_ns.append((wall, worked, max(0, wall - worked - queued)))
+        self.taken_ns.append((wall, worked, max(0, wall - worked - not_ours)))
         return result
 
-    def _queued_ns(self) -> int:
-        if not self.sees_queue:
-            return 0
-        self._read(self._file, self._buffer, ctypes.c_size_t(79), ctypes.c_long(0))
-        return int(self._buffer.value.split()[1])
+    def _queued_ns(self) -> list[int]:
+        queued = []
+        for file in self._files:
+            self._read(file, self._buffer, ctypes.c_size_t(79), ctypes.c_long(0))
+            queued.append(int(self._buffer.value.split()[1]))
+        return queued
 
 
 def measure_blocking(
@@ -123,11 +130,12 @@ def measure_blocking(
 ) -> Blocking:
     """Drive a tier like an engine whose steps are short, and time every call of it."""
     contender.open(block_bytes)
-    watch = _Stopwatch()
     try:
-        moved = _drive(contender, memory, block_bytes, seconds, random, watch)
+        stored = memory.plan(_BATCH, block_bytes, random)
+        contender.put(stored.stores(_BATCH))
+        with closing(_Stopwatch()) as watch:
+            moved = _drive(contender, memory, block_bytes, seconds, random, watch, stored)
     finally:
-        watch.close()
         contender.close()
     wall, worked, blocked = np.array(watch.taken_ns, dtype=float).T / 1e6
     return Blocking(
@@ -150,10 +158,9 @@ def _drive(
     seconds: float,
     random: np.random.Generator,
     watch: _Stopwatch,
+    stored: Plan,
 ) -> int:
     tier = contender.tier
-    stored = memory.plan(_BATCH, block_bytes, random)
-    contender.put(stored.stores(_BATCH))
     flying: dict[int, Any] = {}
     loading = moved = steps = 0
     end = time.perf_counter() + seconds
