@@ -18,7 +18,7 @@ def staging() -> Iterator[Staging]:
     """Four slots."""
     staging = Staging(4096, 4)
     yield staging
-    staging.unmap()
+    staging.leave()
 
 
 async def take(staging: Staging, *, stores: bool, until: asyncio.Event) -> None:

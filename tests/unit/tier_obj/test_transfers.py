@@ -90,16 +90,16 @@ def test_a_slot_that_nixl_keeps_is_not_lent(open_tier: Open, world: World) -> No
 
 
 def test_one_thread_has_the_agent(open_tier: Open, world: World) -> None:
-    """Transfers and questions have an agent each, which one thread uses, and not the engine's.
+    """Loads, stores and questions have an agent each, which one thread uses, and not the engine's.
 
     That each agent is used by one thread only is what the world watches over in every test.
     """
     driver = open_tier()
     driver.store(KEYS)
     driver.resolve([example_key(99)])
-    assert set(world.agents) == {"moves", "asks"}
+    assert set(world.agents) == {"read", "write", "asks"}
     names = {agent.name for agent in world.agents.values()}
-    assert len(names) == 2
+    assert len(names) == 3
     assert world.query_threads == {"kv-obj-asks"}
 
 
@@ -187,10 +187,10 @@ def test_a_shutdown_waits_for_no_transfer_that_hangs(open_tier: Open, world: Wor
     job = driver.submit_load(KEYS[:1])
     until(lambda: free_slots(driver) == 63)
     driver.close()
-    assert any(thread.name == "kv-obj-nixl" for thread in threading.enumerate())
+    assert any(thread.name == "kv-obj-loads" for thread in threading.enumerate())
     assert [result.job_id for result in driver.poll()] == [job]
     world.let_go()
-    until(lambda: not any(thread.name == "kv-obj-nixl" for thread in threading.enumerate()))
+    until(lambda: not any(thread.name == "kv-obj-loads" for thread in threading.enumerate()))
     assert world.live == set()
 
 

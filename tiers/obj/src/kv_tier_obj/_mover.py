@@ -1,4 +1,7 @@
-"""The thread that owns NIXL's agent: it begins transfers, polls them, and tells of their ends.
+"""A thread that owns an agent of NIXL: it begins transfers, polls them, and tells of their ends.
+
+There is one for loads and one for stores: NIXL serves requests in the order in which they came, and
+a load would wait for all stores before it.
 
 **Who owns what.** The agent, its handles and everything that begins with ``_`` belong to the
 thread, except ``_queue`` and ``_stopping``, which are guarded by the lock of ``_changed``. A
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -43,10 +47,15 @@ _RUNNING: Final = "PROC"
 _BACKENDS: Final = (PLUGIN,)
 _LOCAL: Final = "NIXL_INIT_AGENT"
 
-_FIRST_PAUSE_S: Final = 0.0005
+_SHORTEST_PAUSE_S: Final = 0.0005
 _LONGEST_PAUSE_S: Final = 0.01
+_PAUSE_SHARE: Final = 0.25
 _PAUSE_GROWTH: Final = 1.5
-"""Between two looks at what runs. An object takes milliseconds; one that hangs, seconds."""
+"""Between two looks at what runs: a share of the time that lately passed from one end to the next,
+and longer the longer nothing ends. NIXL has work enough meanwhile."""
+
+_MORE_LOOKED_AT: Final = 4
+"""Transfers behind those that NIXL can be at, of which a few are looked at each time, in turn."""
 
 _MOST_UNRELEASED_TRIES: Final = 100
 """Looks at a handle whose release failed, before it is left to the end of the agent."""
@@ -61,16 +70,14 @@ class Transfer:
     """One object to be moved between its slot and the store.
 
     Attributes:
-        operation: :data:`READ` or :data:`WRITE`.
         name: Name of the object.
         slot: Slot of the staging memory.
         error: What became of it, once it has been delivered; ``None``: NIXL says that it was moved.
     """
 
-    __slots__ = ("_handle", "_names", "_side", "_tries", "error", "name", "operation", "slot")
+    __slots__ = ("_handle", "_names", "_side", "_tries", "error", "name", "slot")
 
-    def __init__(self, operation: str, name: str, slot: int) -> None:
-        self.operation = operation
+    def __init__(self, name: str, slot: int) -> None:
         self.name = name
         self.slot = slot
         self.error: TransferError | None = None
@@ -86,9 +93,10 @@ class Mover:
 
     Args:
         open_agent: Opens the agent; called on the thread.
-        staging: The memory. Unmapped by the thread when NIXL is gone.
-        read_bytes: How many bytes a read asks for, at most.
-        write_bytes: How many bytes of a slot are an object.
+        staging: The memory. The thread leaves it when its agent is gone.
+        operation: :data:`READ` or :data:`WRITE`.
+        length_bytes: How many bytes of a slot are moved, or at most.
+        threads: How many transfers NIXL is at together; it takes them in order.
         deliver: Called on the thread with the transfers that have ended and the slots that NIXL has
             let go of. Must not raise.
         name: Name of the thread.
@@ -102,22 +110,26 @@ class Mover:
         open_agent: Callable[[], Agent],
         staging: Staging,
         *,
-        read_bytes: int,
-        write_bytes: int,
+        operation: str,
+        length_bytes: int,
+        threads: int,
         deliver: Callable[[list[Transfer], list[int]], None],
         name: str,
     ) -> None:
         self.opened: Future[None] = Future()
         self._open_agent = open_agent
         self._staging = staging
-        self._bytes = {READ: read_bytes, WRITE: write_bytes}
+        self._operation = operation
+        self._length_bytes = length_bytes
+        self._threads = threads
         self._deliver = deliver
         self._changed = threading.Condition(threading.Lock())
         self._queue: list[Transfer] = []
         self._stopping = False
         self._agent: Agent | None = None
         self._memory: Any = None
-        self._sides: dict[str, Any] = {}
+        self._slots: Any = None
+        self._turn = 0
         self._running: list[Transfer] = []
         self._unreleased: list[Transfer] = []
         self._given_up = False
@@ -168,15 +180,15 @@ class Mover:
         staging, backends = self._staging, list(_BACKENDS)
         size = staging.slot_bytes * staging.slots
         self._memory = agent.register_memory([(staging.base, size, 0, "")], "DRAM", backends)
-        for operation, length in self._bytes.items():
-            slots = [
-                (staging.base + slot * staging.slot_bytes, length, 0)
-                for slot in range(staging.slots)
-            ]
-            self._sides[operation] = agent.prep_xfer_dlist(_LOCAL, slots, "DRAM", backends)
+        slots = [
+            (staging.base + slot * staging.slot_bytes, self._length_bytes, 0)
+            for slot in range(staging.slots)
+        ]
+        self._slots = agent.prep_xfer_dlist(_LOCAL, slots, "DRAM", backends)
 
     def _serve(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s, gap_s = _SHORTEST_PAUSE_S, 0.0
+        ended_at = time.monotonic()
         while True:
             with self._changed:
                 if not self._queue and not self._stopping:
@@ -200,9 +212,13 @@ class Mover:
             self._release_again(freed)
             if ended or freed:
                 self._deliver(ended, freed)
-                pause_s = _FIRST_PAUSE_S
-            else:
-                pause_s = min(pause_s * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
+                now = time.monotonic()
+                gap_s += ((now - ended_at) / max(1, len(ended)) - gap_s) / 4
+                ended_at = now
+                pause_s = gap_s * _PAUSE_SHARE
+            elif not taken:
+                pause_s *= _PAUSE_GROWTH
+            pause_s = min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
             if stopping and not self._running:
                 return
 
@@ -223,22 +239,25 @@ class Mover:
 
     def _post(self, transfer: Transfer) -> str:
         agent, slot, backends = self._open_one(), transfer.slot, list(_BACKENDS)
-        length = self._bytes[transfer.operation]
+        length = self._length_bytes
         # NIXL finds the name of an object by its device: that of a slot is nobody else's.
         device = slot + 1
         transfer._names = agent.register_memory(
             [(0, length, device, transfer.name)], PLUGIN, backends
         )
         transfer._side = agent.prep_xfer_dlist(agent.name, [(0, length, device)], PLUGIN, backends)
-        side = self._sides[transfer.operation]
         transfer._handle = agent.make_prepped_xfer(
-            transfer.operation, side, [slot], transfer._side, [0]
+            self._operation, self._slots, [slot], transfer._side, [0]
         )
         return agent.transfer(transfer._handle)
 
     def _poll(self, ended: list[Transfer], freed: list[int]) -> None:
+        # A look costs as much as a small copy. What NIXL has not begun cannot have ended.
+        behind = self._running[self._threads :]
+        self._turn = (self._turn + _MORE_LOOKED_AT) % max(1, len(behind))
+        looked_at = behind[self._turn : self._turn + _MORE_LOOKED_AT]
         running = []
-        for transfer in self._running:
+        for transfer in (*self._running[: self._threads], *looked_at):
             try:
                 state = self._open_one().check_xfer_state(transfer._handle)
             except Exception as error:  # noqa: BLE001 - how NIXL tells that a transfer failed
@@ -250,6 +269,7 @@ class Mover:
                 if state != _DONE:
                     transfer.error = TransferError(f"NIXL answers {state}")
             self._end(transfer, ended, freed)
+        running += behind[: self._turn] + behind[self._turn + _MORE_LOOKED_AT :]
         self._running = running
 
     def _end(self, transfer: Transfer, ended: list[Transfer], freed: list[int]) -> None:
@@ -298,16 +318,16 @@ class Mover:
     def _dispose(self) -> None:
         """Give everything back; on this thread, because the end of an agent waits for its own."""
         agent, self._agent = self._agent, None
-        for side in self._sides.values():
-            _contain(agent, "release_dlist_handle", side)
+        if self._slots is not None:
+            _contain(agent, "release_dlist_handle", self._slots)
         if self._memory is not None:
             _contain(agent, "deregister_memory", self._memory, list(_BACKENDS))
-        self._sides, self._memory = {}, None
+        self._slots = self._memory = None
         if self._unreleased or self._given_up:
             # NIXL may still use the memory: it stays.
             return
         del agent
-        self._staging.unmap()
+        self._staging.leave()
 
     def _open_one(self) -> Agent:
         if self._agent is None:

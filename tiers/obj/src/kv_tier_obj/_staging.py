@@ -7,14 +7,16 @@ ends, that slot is out of use for as long.
 
 Stores hold at most half of the slots, so that what they leave hanging keeps no load from moving.
 
-**Who owns what.** Everything here runs on the tier's loop, except :meth:`Staging.unmap`, which the
-mover's thread calls when NIXL is gone, and the addresses, which never change.
+**Who owns what.** Everything here runs on the tier's loop, except :meth:`Staging.leave`, which the
+threads of the movers call when their agents are gone (``_lock`` guards what it changes), and the
+addresses, which never change.
 """
 
 from __future__ import annotations
 
 import asyncio
 import mmap
+import threading
 from collections import deque
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, final
@@ -34,6 +36,7 @@ class Staging:
     Args:
         slot_bytes: Bytes of a slot.
         slots: Number of slots, at least two.
+        users: How many call :meth:`leave` before the memory is given back.
 
     Attributes:
         slot_bytes: Bytes of a slot.
@@ -41,11 +44,13 @@ class Staging:
         base: Address of the first one.
     """
 
-    def __init__(self, slot_bytes: int, slots: int) -> None:
+    def __init__(self, slot_bytes: int, slots: int, users: int = 1) -> None:
         if slots < 2:
             raise ValueError(f"a load needs a slot that no store has: {slots} slot(s) are too few")
         self.slot_bytes = slot_bytes
         self.slots = slots
+        self._users = users
+        self._lock = threading.Lock()
         self._map = mmap.mmap(-1, slot_bytes * slots)
         self._view = memoryview(self._map)
         # A number, not an array: an array would stay an export of the mapping.
@@ -122,8 +127,12 @@ class Staging:
             self._stores += stores
             turn.set_result(slot)
 
-    def unmap(self) -> None:
-        """Give the memory back. Nothing may use a slot any more. Idempotent."""
+    def leave(self) -> None:
+        """Use no slot any more. The last to leave gives the memory back."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
         with suppress(BufferError):
             # A view that somebody still has keeps the memory for as long.
             self._view.release()

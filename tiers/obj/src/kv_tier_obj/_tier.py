@@ -21,8 +21,8 @@ loaded. To read the trailers instead takes one to three times as long (1,000 obj
 0.5-0.6 s).
 
 **Who owns what.** Coroutines run on the loop's thread, which owns the staging slots and
-``_waiting``. The agent that moves objects belongs to a thread of its own (``kv-<tier>-nixl``), that
-which answers lookups to another (``kv-<tier>-asks``). Everything beside the blocks (the start, the
+``_waiting``. Each agent of NIXL belongs to a thread of its own: ``kv-<tier>-loads``,
+``kv-<tier>-stores`` and ``kv-<tier>-asks``. Everything beside the blocks (the start, the
 description of the namespace, removals, the reason of a failure) is asked through the client of
 kv-tier-s3, which tells errors apart.
 """
@@ -110,23 +110,31 @@ class ObjTier(BucketTier):
         # What an object that is too long writes over. Nobody who writes one can know it.
         self._guard = secrets.token_bytes(GUARD_BYTES)
         self._memory = Staging(
-            slot_bytes_of(form.object_bytes), self.config.most_slots(form.object_bytes)
+            slot_bytes_of(form.object_bytes),
+            self.config.most_slots(form.object_bytes),
+            users=2,
         )
         name = f"kv-{self.context.tier_name}"
-        self._mover = Mover(
-            lambda: self._open_agent("moves"),
-            self._memory,
-            read_bytes=form.object_bytes + GUARD_BYTES,
-            write_bytes=form.object_bytes,
-            deliver=self._deliver,
-            name=f"{name}-nixl",
-        )
+        self._loads = self._make_mover(READ, form.object_bytes + GUARD_BYTES, f"{name}-loads")
+        self._stores = self._make_mover(WRITE, form.object_bytes, f"{name}-stores")
         self._asker = ObjectProber(lambda: self._open_agent("asks"), name=f"{name}-asks")
-        self._mover.start()
-        await asyncio.wrap_future(self._mover.opened)
-        self._asker.start()
-        await asyncio.wrap_future(self._asker.opened)
+        self._threads: tuple[Mover | ObjectProber, ...] = (self._loads, self._stores, self._asker)
+        for thread in self._threads:
+            thread.start()
+        for thread in self._threads:
+            await asyncio.wrap_future(thread.opened)
         await self._see_by_nixl(self._blocks.names.description)
+
+    def _make_mover(self, operation: str, length_bytes: int, name: str) -> Mover:
+        return Mover(
+            lambda: self._open_agent(operation.lower()),
+            self._memory,
+            operation=operation,
+            length_bytes=length_bytes,
+            threads=self.config.threads,
+            deliver=self._deliver,
+            name=name,
+        )
 
     def _open_agent(self, does: str) -> Agent:
         # The name is what the two sides of a transfer are told apart by: of this agent only.
@@ -162,11 +170,7 @@ class ObjTier(BucketTier):
         await super().close()
 
     async def _stop_threads(self) -> None:
-        threads = [
-            thread
-            for thread in (getattr(self, "_mover", None), getattr(self, "_asker", None))
-            if thread is not None and thread.is_alive()
-        ]
+        threads = [thread for thread in getattr(self, "_threads", ()) if thread.is_alive()]
         for thread in threads:
             thread.stop()
         end = time.monotonic() + self.config.job_deadline_s * _PATIENCE_SHARE
@@ -251,7 +255,7 @@ class ObjTier(BucketTier):
                 # Of the copy, which is what is sent.
                 view[form.payload_bytes : form.object_bytes] = form.trailer(key, target)
             try:
-                await self._move(WRITE, name, slot)
+                await self._move(self._stores, "put", name, slot)
             except TransferError as error:
                 raise refusal(await self._reason(error, "put", name)) from None
         return len(data)
@@ -288,7 +292,7 @@ class ObjTier(BucketTier):
             S3Error: NIXL could not.
         """
         try:
-            await self._move(READ, name, slot)
+            await self._move(self._loads, "get", name, slot)
         except TransferError as error:
             with self._memory.view(slot) as view:
                 answer = error_in(bytes(view[:HEAD_BYTES]), "get", f"{self.config.bucket}/{name}")
@@ -298,18 +302,18 @@ class ObjTier(BucketTier):
                 self._bucket.note(answer)
             raise answer from None
 
-    async def _move(self, operation: str, name: str, slot: int) -> None:
+    async def _move(self, mover: Mover, operation: str, name: str, slot: int) -> None:
         """Have NIXL move an object between its slot and the store.
 
         Raises:
             TransferError: It could not.
             S3Error: It did not within the time for a request.
         """
-        transfer = Transfer(operation, name, slot)
+        transfer = Transfer(name, slot)
         done = self._waiting[transfer] = self._loop.create_future()
         # Until NIXL lets go of it, whatever becomes of this coroutine.
         self._memory.hold(slot)
-        self._mover.submit(transfer)
+        mover.submit(transfer)
         try:
             await asyncio.wait((done,), timeout=self.config.request_timeout_s)
         finally:
@@ -320,7 +324,7 @@ class ObjTier(BucketTier):
             timeout_s = self.config.request_timeout_s
             error = S3Error(
                 S3ErrorKind.TIMEOUT,
-                "get" if operation == READ else "put",
+                operation,
                 f"{self.config.bucket}/{name}",
                 None,
                 None,
