@@ -99,7 +99,7 @@ class SftpSessions:
         for name in ("timeout", "banner_timeout", "auth_timeout", "channel_timeout"):
             self._options.setdefault(name, self._connect_s)
         self._opening = threading.Lock()
-        self._failure: tuple[float, Exception] | None = None
+        self._failure: tuple[float, str] | None = None
         self._client: paramiko.SSHClient | None = None
         self._changed = threading.Condition()
         self._idle: list[_Session] = []
@@ -107,6 +107,7 @@ class SftpSessions:
         self._most: int | None = None
         self._watched: dict[object, tuple[float, paramiko.SSHClient]] = {}
         self._closed = False
+        self._ended = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="kv-sftp-watchdog", daemon=True)
         self._watchdog.start()
 
@@ -160,6 +161,7 @@ class SftpSessions:
             self._closed = True
             self._idle.clear()
             self._changed.notify_all()
+        self._ended.set()
         self._watchdog.join()
         with self._opening:
             client, self._client = self._client, None
@@ -221,7 +223,7 @@ class SftpSessions:
         with self._opening:
             if self._failure is not None and self._failure[0] >= asked:
                 # Of a wait that this thread was a part of.
-                raise ConnectionError(str(self._failure[1])) from self._failure[1]
+                raise ConnectionError(self._failure[1])
             try:
                 client = self._connection()
                 try:
@@ -234,7 +236,8 @@ class SftpSessions:
             except paramiko.ChannelException:
                 raise
             except Exception as error:
-                self._failure = (time.monotonic(), error)
+                # Its text: the error has frames with slots of other threads.
+                self._failure = (time.monotonic(), str(error))
                 raise
 
     def _session_over(self, client: paramiko.SSHClient) -> _Session:
@@ -310,12 +313,9 @@ class SftpSessions:
 
     def _watch(self) -> None:
         nap_s = min(self._patience_s, self._connect_s) * _NAP_SHARE
-        while True:
+        while not self._ended.wait(nap_s):
+            now = time.monotonic()
             with self._changed:
-                if self._closed:
-                    return
-                self._changed.wait_for(lambda: self._closed, nap_s)
-                now = time.monotonic()
                 late = {client for end, client in self._watched.values() if end <= now}
             for client in late:
                 client.close()
