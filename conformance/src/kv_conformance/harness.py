@@ -99,7 +99,7 @@ class Deadlines:
     error_backoff_s: float = 0.2
 
 
-SHORT_DEADLINES: Final = Deadlines(job_s=0.4, lookup_s=0.2, error_backoff_s=0.15)
+SHORT_DEADLINES: Final = Deadlines(job_s=0.3, lookup_s=0.2, error_backoff_s=0.1)
 """For the clauses that see deadlines pass."""
 
 
