@@ -104,14 +104,17 @@ def test_conversations_that_grow(
 def test_preempted_requests(
     cache: Cache, engine: Engine, prompts: Prompts, reference: Reference
 ) -> None:
-    """Requests that lose their blocks in the middle of their answers, again and again."""
+    """Requests that lose their blocks in the middle of their answers, again and again.
+
+    Three of them at a time have room for their prompts, and not for their answers.
+    """
     asked = prompts("preempted", *[300] * 12)
-    expected = reference(asked, max_tokens=64).tokens
+    expected = reference(asked, max_tokens=128).tokens
     engine.generate(asked[:6])
     engine.settle()
     engine.reset()
     before = cache.moved(engine)
-    found = engine.generate(asked, max_tokens=64)
+    found = engine.generate(asked, max_tokens=128)
     assert found.tokens == expected
     moved = cache.moved(engine) - before
     assert moved.preemptions > 0
