@@ -223,6 +223,8 @@ def test_variables_of_the_environment_do_not_mix_with_a_key_of_the_settings(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-somebody-else")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
     tier = open_tier(settings(seaweed.access))
     assert tier.store(KEYS[:1]).success
 

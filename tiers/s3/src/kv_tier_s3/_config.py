@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import enum
 import re
 from importlib.util import find_spec
@@ -21,6 +22,8 @@ __all__ = ["DEFAULT_REGION", "BucketConfig", "Engine", "S3Config"]
 
 DEFAULT_REGION: Final = "us-east-1"
 """What stores that know no regions sign with."""
+
+_CUSTOMER_KEY_BYTES: Final = 32
 
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
@@ -154,6 +157,10 @@ class S3Config(BucketConfig):
     """What the store is to encrypt with, if it does not by itself."""
     sse_kms_key_id: str | None = None
     """The key for 'aws:kms', if it is not the account's default."""
+    sse_customer_key: SecretStr | None = None
+    """A key of your own for the store to encrypt with (SSE-C): 32 bytes in base64. All engines that
+    share the blocks need the same one. Stores take it over 'https://' only.
+    """
     connect_timeout_s: float = Field(default=5.0, gt=0, le=600, allow_inf_nan=False)
     """Longest time for a connection to be made."""
     read_timeout_s: float = Field(default=20.0, gt=0, le=3600, allow_inf_nan=False)
@@ -177,4 +184,27 @@ class S3Config(BucketConfig):
                 "'sse_kms_key_id' needs 'server_side_encryption' to be 'aws:kms'",
                 setting="sse_kms_key_id",
             )
+        if self.sse_customer_key is not None and self.server_side_encryption is not None:
+            raise ConfigError(
+                "'sse_customer_key' is a way of encryption of its own; leave out "
+                "'server_side_encryption'",
+                setting="sse_customer_key",
+            )
         return self
+
+    @field_validator("sse_customer_key")
+    @classmethod
+    def _check_customer_key(cls, key: SecretStr | None) -> SecretStr | None:
+        try:
+            decoded = (
+                b"" if key is None else base64.b64decode(key.get_secret_value(), validate=True)
+            )
+        except ValueError:
+            decoded = b""
+        if key is not None and len(decoded) != _CUSTOMER_KEY_BYTES:
+            raise ConfigError(
+                f"'sse_customer_key' must be {_CUSTOMER_KEY_BYTES} bytes in base64, as 'openssl "
+                f"rand -base64 {_CUSTOMER_KEY_BYTES}' makes them",
+                setting="sse_customer_key",
+            )
+        return key

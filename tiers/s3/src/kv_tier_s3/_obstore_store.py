@@ -7,9 +7,12 @@ whole process, as extensions in Rust do; they hold nothing of a tier.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, Final, final
+from urllib.parse import urlsplit
 
 import botocore.exceptions
 import botocore.session
@@ -185,17 +188,41 @@ def _without_answer(words: str, rest: str) -> tuple[S3ErrorKind, str]:
     return kind, "" if reason is None else reason[1]
 
 
+def _address(config: S3Config) -> tuple[str | None, bool]:
+    """Return the endpoint as obstore wants it, and whether the bucket is in its host name.
+
+    obstore leaves it to the caller to put it there: else the bucket would be nowhere in a request.
+    """
+    if config.uses_path_style or config.endpoint_url is None:
+        return config.endpoint_url, not config.uses_path_style
+    parts = urlsplit(config.endpoint_url)
+    with suppress(ValueError):
+        ipaddress.ip_address(parts.hostname or "")
+        # An address has no names below it; the other engine leaves the bucket in the path then.
+        return config.endpoint_url, False
+    return f"{parts.scheme}://{config.bucket}.{parts.netloc}", True
+
+
 def _make_store(config: S3Config, chain: CredentialChain | None) -> S3Store:
     session = botocore.session.Session(profile=config.profile)
-    options: Any = {"virtual_hosted_style_request": not config.uses_path_style}
+    endpoint_url, is_virtual = _address(config)
+    # What it does not find here, obstore takes from the environment.
+    options: Any = {
+        "virtual_hosted_style_request": is_virtual,
+        "skip_signature": False,
+        "conditional_put": "etag",
+    }
     region = config.region or session.get_config_variable("region")
     options["region"] = region or DEFAULT_REGION
-    if config.endpoint_url is not None:
-        options["endpoint"] = config.endpoint_url
+    if endpoint_url is not None:
+        options["endpoint"] = endpoint_url
     if config.server_side_encryption is not None:
         options["server_side_encryption"] = config.server_side_encryption
     if config.sse_kms_key_id is not None:
         options["sse_kms_key_id"] = config.sse_kms_key_id
+    if config.sse_customer_key is not None:
+        options["server_side_encryption"] = "sse-c"
+        options["sse_customer_key_base64"] = config.sse_customer_key.get_secret_value()
     provider: Any = _Fixed(config) if chain is None else _FromChain(chain)
     client: Any = {
         "allow_http": (config.endpoint_url or "").startswith("http://"),

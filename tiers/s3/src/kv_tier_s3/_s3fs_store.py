@@ -10,6 +10,7 @@ its error is that of botocore, which has status and code.
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import socket
 import ssl
@@ -110,7 +111,12 @@ class S3fsStore:
             use_listings_cache=False,
         )
         self._client: Any = None
+        # Of every request about an object, and those that only a store has besides.
+        self._options: dict[str, Any] = {}
         self._put_options: dict[str, Any] = {}
+        if config.sse_customer_key is not None:
+            key = base64.b64decode(config.sse_customer_key.get_secret_value())
+            self._options = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
         if config.server_side_encryption is not None:
             self._put_options["ServerSideEncryption"] = config.server_side_encryption
         if config.sse_kms_key_id is not None:
@@ -139,13 +145,14 @@ class S3fsStore:
 
     async def length(self, name: str) -> int:
         """Return the length of an object."""
-        answer = await self._ask("head", name, self._client.head_object)
+        answer = await self._ask("head", name, self._client.head_object, **self._options)
         return int(answer["ContentLength"])
 
     async def get_range(self, name: str, start: int, end: int) -> bytes:
         """Return a range of an object, as far as there is one."""
         wanted = f"bytes={start}-{end - 1}"
-        answer = await self._ask("get", name, self._client.get_object, Range=wanted)
+        options = {**self._options, "Range": wanted}
+        answer = await self._ask("get", name, self._client.get_object, **options)
         place = f"{self._bucket}/{name}"
         found: bytes | None = None
         try:
@@ -161,7 +168,7 @@ class S3fsStore:
 
     async def get_into(self, name: str, parts: Sequence[memoryview]) -> int:
         """Read an object into several buffers; return its length. Nothing of one too long."""
-        answer = await self._ask("get", name, self._client.get_object)
+        answer = await self._ask("get", name, self._client.get_object, **self._options)
         length = int(answer["ContentLength"])
         try:
             async with answer["Body"] as body:
@@ -173,7 +180,9 @@ class S3fsStore:
 
     async def put(self, name: str, data: bytes | bytearray, *, only_new: bool = False) -> None:
         """Store an object in one request."""
-        options = {**self._put_options, "IfNoneMatch": "*"} if only_new else self._put_options
+        options = {**self._options, **self._put_options}
+        if only_new:
+            options["IfNoneMatch"] = "*"
         await self._ask("put", name, self._client.put_object, Body=data, **options)
 
     async def remove(self, name: str) -> None:
