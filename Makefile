@@ -39,7 +39,7 @@ LOADED_AT_A_TIME ?= 1
 .PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile \
     region-kills fs-faults fsspec-servers fsspec-soak s3-servers conformance conformance-loaded conformance-pytests kill-map vllm-env vllm vllm-matrix \
     vllm-versions \
-    bench-vllm clean
+    bench-vllm obj-soak clean
 
 help:
 	@echo "venv          .venv with all packages, editable"
@@ -65,6 +65,7 @@ help:
 	@echo "fsspec-servers   get the servers of the fsspec tier's tests: OpenSSH (as root) and Azurite (npm)"
 	@echo "fsspec-soak   10,000 blocks through the fsspec tier on a folder: memory stays flat"
 	@echo "fs-faults     all faults of the file tier, 300 kills and 3 minutes of a crowd for each layout"
+	@echo "obj-soak      100,000 jobs of the obj tier on a real store (OBJ_SOAK_JOBS): nothing leaks"
 	@echo "clean         remove all that was made"
 
 # A Python without ensurepip (Debian's without python3-venv) gets its pip from outside.
@@ -179,6 +180,11 @@ fs-faults: test-tools
 	@set -e; for layout in segments files; do \
 	    $(FS_STORMS) kills --layout $$layout --rounds $(FS_KILLS); \
 	    $(FS_STORMS) crowd --layout $$layout --seconds $(FS_CROWD_S); done
+
+# The tests do a seeded slice of this.
+OBJ_SOAK_JOBS ?= 100000
+obj-soak: test-tools
+	$(BIN)/python tests/integration/obj/soak.py --jobs $(OBJ_SOAK_JOBS) --seed 1
 
 clean:
 	rm -rf .venv .venv-3.* $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
