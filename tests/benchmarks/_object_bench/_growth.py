@@ -20,6 +20,7 @@ _BLOCK_BYTES: Final = 2**16
 _JOB_BLOCKS: Final = 32
 _JOBS_AT_A_TIME: Final = 4
 _CHECKS: Final = 12
+_LEAST_ROUNDS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,8 @@ def measure_growth(
 ) -> Growth:
     """Store, look up and load blocks, a few jobs at a time, and watch the memory."""
     batch = _JOB_BLOCKS * _JOBS_AT_A_TIME
-    rounds = max(_CHECKS, num_blocks // batch)
-    warm_up = max(2, rounds // 10)
+    rounds = max(_LEAST_ROUNDS, -(-num_blocks // batch))
+    warm_up = max(3, rounds // 8)
     tracemalloc.start()
     contender.open(_BLOCK_BYTES)
     resident, traced = [], []
