@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.s3
 
 
-def test_a_thousand_jobs_leave_nothing_behind(tmp_path: Path) -> None:
+def test_hundreds_of_jobs_leave_nothing_behind(tmp_path: Path) -> None:
     """Every job is reported once, every byte is right, and memory, threads and slots stay flat."""
     with SeaweedServer(tmp_path) as server:
         server.make_bucket(BUCKET)
-        report = soak({**server.access.settings(BUCKET)}, jobs=1000, seed=7)
+        report = soak({**server.access.settings(BUCKET)}, jobs=600, seed=7)
     assert report.wrong == []
-    assert report.jobs == 1000
-    assert min(report.stored, report.loaded, report.missing) > 100
+    assert report.jobs == 600
+    assert min(report.stored, report.loaded, report.missing) > 50
