@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import selectors
 import socket
 import threading
+import weakref
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
@@ -117,6 +119,23 @@ class LoopThread:
         self.loop.close()
 
 
+# The loops of this process, for the forks of it.
+_loops: Final[weakref.WeakSet[asyncio.SelectorEventLoop]] = weakref.WeakSet()
+
+
+def _leave_selectors() -> None:
+    """Take the loops of the parent off the selectors that a fork shares with it.
+
+    Connections that are collected in the fork, or closed at its end, would be taken out of the
+    selector of the parent, which would wait for ever for what comes over them.
+    """
+    for loop in _loops:
+        loop._selector = selectors.SelectSelector()  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=_leave_selectors)
+
+
 def _new_loop() -> asyncio.AbstractEventLoop:
     # asyncio's own way leaves the selector's descriptor open when the next one is not to be had.
     selector = selectors.DefaultSelector()
@@ -124,10 +143,12 @@ def _new_loop() -> asyncio.AbstractEventLoop:
         # A loop that gets no pair of sockets complains again when it is collected, half made.
         for end in socket.socketpair():
             end.close()
-        return asyncio.SelectorEventLoop(selector)
+        loop = asyncio.SelectorEventLoop(selector)
     except BaseException:
         selector.close()
         raise
+    _loops.add(loop)
+    return loop
 
 
 @final
