@@ -185,7 +185,7 @@ class S3Server(ABC):
     """A server on loopback, over http on one port and https on another.
 
     Args:
-        folder: Where its data, logs and certificates lie. Empty, or of an earlier server.
+        folder: Where its data, logs and certificates lie. Empty.
 
     Attributes:
         name: What tests call this kind of server.
@@ -235,7 +235,7 @@ class S3Server(ABC):
     # -- life -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start it and wait until it takes objects.
+        """Start it, once, and wait until it takes objects.
 
         Raises:
             HarnessError: A program is missing, or does not come up.
@@ -268,6 +268,8 @@ class S3Server(ABC):
         Raises:
             HarnessError: It does not come up.
         """
+        if os.getpid() != self._owner:
+            return
         self.stop()
         self._start_daemons()
         self._wait()
