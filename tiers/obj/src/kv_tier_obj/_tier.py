@@ -141,7 +141,7 @@ class ObjTier(BucketTier):
         name = f"kv-core-{self.context.tier_name}-{os.getpid()}-{next(_serial)}-{does}"
         return open_agent(
             name,
-            self.config.nixl_parameters(DEFAULT_REGION),
+            self.config.nixl_parameters(_usual_region()),
             self.config.nixl_environment(),
         )
 
@@ -371,3 +371,9 @@ class ObjTier(BucketTier):
         reason = S3Error(S3ErrorKind.OTHER, operation, where, None, None, detail)
         self._bucket.note(reason)
         return reason
+
+
+def _usual_region() -> str:
+    """Return the region to sign with at a store that is not AWS, if the settings name none."""
+    named = (os.environ.get(name) for name in ("AWS_DEFAULT_REGION", "AWS_REGION"))
+    return next(filter(None, named), DEFAULT_REGION)
