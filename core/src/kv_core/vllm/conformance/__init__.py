@@ -1,9 +1,9 @@
 """Harnesses that put vLLM's own tiers, unmodified, under the conformance suite.
 
-``pytest --conformance --conformance-harness kv_core.vllm.conformance:fs`` (or ``:example``, ``:obj``,
-``:obj_rgw``), in an environment that has vLLM and ``kv-conformance[fuse]``; for ``obj`` also NIXL
-and ``kv-tier-s3[conformance]``, whose servers it uses. What they find is published, version by
-version, under ``docs/conformance``.
+``pytest --conformance --conformance-harness kv_core.vllm.conformance:fs`` (or ``:example``,
+``:obj``, ``:obj_rgw``), in an environment that has vLLM and ``kv-conformance[fuse]``; for ``obj``
+also NIXL and ``kv-tier-s3[conformance]``, whose servers it uses. What they find is published,
+version by version, under ``docs/conformance``.
 
 vLLM's tiers were written for vLLM's interface, which asks for less than the contract does. The
 adapter translates and adds nothing: what a clause finds missing here is missing in the tier or in
