@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -12,13 +12,15 @@ from kv_core.contract import JobErrorKind
 from kv_core.errors import TierOpenError
 from kv_core.tierkit.objects import ObjectNames
 from kv_core.tierkit.testing import ManualClock, example_key, example_namespace
+from kv_tier_obj import _mover
 from kv_tier_s3.bucket import S3Error, S3ErrorKind
 
-from ._fakes import until
+from ._fakes import document, until
 from .conftest import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from kv_core.tierkit.testing import TierDriver
+    from kv_tier_obj._staging import Staging
 
     from ._fakes import World
     from .conftest import Open
@@ -216,9 +218,32 @@ def test_what_cannot_be_opened_leaves_nothing(open_tier: Open, world: World, ste
 def test_nixl_that_looks_elsewhere_is_found_out(open_tier: Open, world: World) -> None:
     """What the other client reads and NIXL does not find is said at the start."""
     name = NAMES.description
-    world.documents[name] = b"something else"
-    with pytest.raises(TierOpenError, match="get kv-cache/"):
+    world.documents[name] = document("NoSuchKey")
+    with pytest.raises(TierOpenError, match=r"NIXL does not find .*endpoint_url"):
         open_tier()
+
+
+def test_nixl_that_is_refused_is_found_out(open_tier: Open, world: World) -> None:
+    """What only NIXL is refused is said at the start, as the store has said it."""
+    world.documents[NAMES.description] = document("SignatureDoesNotMatch")
+    with pytest.raises(TierOpenError, match="SignatureDoesNotMatch"):
+        open_tier()
+
+
+def test_what_nixl_never_lets_go_of_stays_mapped(open_tier: Open, world: World) -> None:
+    """A handle that cannot be released to the end keeps its memory, beyond that of the tier."""
+    driver = open_tier(job_deadline_s=1)
+    kept = len(_mover._KEPT)
+    world.raises["release_xfer_handle"] = 1 << 30
+    assert driver.store(KEYS[:1]).success
+    driver.close()
+    until(lambda: len(_mover._KEPT) == kept + 1)
+    _, staging, unreleased, lost = cast(
+        "tuple[Any, Staging, list[Any], list[Any]]", _mover._KEPT.pop()
+    )
+    assert len(unreleased) + len(lost) == 1
+    with staging.view(0) as view:
+        assert len(view) == staging.slot_bytes
 
 
 def test_a_store_says_why_it_failed(open_tier: Open, world: World) -> None:

@@ -36,8 +36,8 @@ class ObjConfig(BucketConfig):
     largest block. Bytes, or text such as '256MiB'.
     """
     threads: int = Field(default=8, ge=1, le=256)
-    """Threads of NIXL: requests that are at the store at the same time. As many again ask whether
-    objects are there.
+    """Threads of NIXL, for loads, for stores and for lookups each: so many requests of a kind are
+    at the store at the same time.
     """
     req_checksum: Literal["required", "supported"] = "required"
     """Whether requests carry a checksum of their own, beside the tier's: 'required' where S3 asks

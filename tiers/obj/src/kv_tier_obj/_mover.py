@@ -58,7 +58,10 @@ _MORE_LOOKED_AT: Final = 4
 """Transfers behind those that NIXL can be at, of which a few are looked at each time, in turn."""
 
 _MOST_UNRELEASED_TRIES: Final = 100
-"""Looks at a handle whose release failed, before it is left to the end of the agent."""
+"""Attempts to release a handle, before it is given up together with its slot."""
+
+_KEPT: Final[list[object]] = []
+"""What NIXL has not let go of at the end of a tier. Only appended to."""
 
 
 class TransferError(Exception):
@@ -132,7 +135,7 @@ class Mover:
         self._turn = 0
         self._running: list[Transfer] = []
         self._unreleased: list[Transfer] = []
-        self._given_up = False
+        self._lost: list[Transfer] = []
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     # -- any thread -----------------------------------------------------------------------------
@@ -253,24 +256,23 @@ class Mover:
 
     def _poll(self, ended: list[Transfer], freed: list[int]) -> None:
         # A look costs as much as a small copy. What NIXL has not begun cannot have ended.
-        behind = self._running[self._threads :]
+        at, behind = self._running[: self._threads], self._running[self._threads :]
         self._turn = (self._turn + _MORE_LOOKED_AT) % max(1, len(behind))
-        looked_at = behind[self._turn : self._turn + _MORE_LOOKED_AT]
-        running = []
-        for transfer in (*self._running[: self._threads], *looked_at):
+        over: set[Transfer] = set()
+        for transfer in at + behind[self._turn : self._turn + _MORE_LOOKED_AT]:
             try:
                 state = self._open_one().check_xfer_state(transfer._handle)
             except Exception as error:  # noqa: BLE001 - how NIXL tells that a transfer failed
                 transfer.error = _error(error)
             else:
                 if state == _RUNNING:
-                    running.append(transfer)
                     continue
                 if state != _DONE:
                     transfer.error = TransferError(f"NIXL answers {state}")
+            over.add(transfer)
             self._end(transfer, ended, freed)
-        running += behind[: self._turn] + behind[self._turn + _MORE_LOOKED_AT :]
-        self._running = running
+        if over:
+            self._running = [transfer for transfer in self._running if transfer not in over]
 
     def _end(self, transfer: Transfer, ended: list[Transfer], freed: list[int]) -> None:
         ended.append(transfer)
@@ -312,7 +314,7 @@ class Mover:
             elif transfer._tries < _MOST_UNRELEASED_TRIES:
                 unreleased.append(transfer)
             else:
-                self._given_up = True
+                self._lost.append(transfer)
         self._unreleased = unreleased
 
     def _dispose(self) -> None:
@@ -323,8 +325,9 @@ class Mover:
         if self._memory is not None:
             _contain(agent, "deregister_memory", self._memory, list(_BACKENDS))
         self._slots = self._memory = None
-        if self._unreleased or self._given_up:
-            # NIXL may still use the memory: it stays.
+        if self._unreleased or self._lost:
+            # NIXL may still use the memory, which is unmapped when nobody refers to it any more.
+            _KEPT.append((agent, self._staging, self._unreleased, self._lost))
             return
         del agent
         self._staging.leave()

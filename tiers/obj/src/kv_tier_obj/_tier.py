@@ -154,7 +154,11 @@ class ObjTier(BucketTier):
         """
         async with self._memory.slot(stores=False) as slot:
             self._clear(slot)
-            await self._get(name, slot)
+            try:
+                await self._get(name, slot)
+            except S3Error as error:
+                if error.kind is not S3ErrorKind.MISSING:
+                    raise
             with self._memory.view(slot) as view:
                 is_it = bytes(view[:1]) == b"{"
         if not (is_it and (await self._ask([name]))[0]):
