@@ -25,6 +25,15 @@ TIER_MODE: Final = {
     "spec_module_path": "engine_process.workers",
 }
 ROOM: Final = {"cpu_bytes_to_use": 4 << 20}
+# Nothing listens there.
+NO_STORE: Final[dict[str, Any]] = {
+    "bucket": "kv",
+    "endpoint_url": "http://127.0.0.1:1",
+    "access_key_id": "AKIDNOBODY",
+    "secret_access_key": "not-to-be-shown",
+    "max_attempts": 1,
+}
+NO_STORE_WORDS: Final = ("bucket 'kv' at http://127.0.0.1:1 cannot be used", "'endpoint_url'")
 
 
 def _files_in_use(engine: Engine) -> set[str]:
@@ -118,6 +127,14 @@ ENGINE_CASES: Final[dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
         ROOM | {"secondary_tiers": [{"type": "fs", "root_dir": "/tmp/x", "rootdir": 1}]},  # noqa: S108
         ("'rootdir' is not a setting",),
     ),
+    "bucket that is missing": (
+        ROOM | {"secondary_tiers": [{"type": "s3"}]},
+        ("'bucket' is required but missing",),
+    ),
+    "object store that cannot be reached": (
+        ROOM | {"secondary_tiers": [{"type": "s3", **NO_STORE}]},
+        NO_STORE_WORDS,
+    ),
 }
 
 
@@ -129,6 +146,7 @@ def test_the_engine_mode_names_the_setting(
     extra_config, words = ENGINE_CASES[case]
     error = refusal(ENGINE_MODE | extra_config)
     assert [word for word in words if word not in error] == [], error
+    assert NO_STORE["secret_access_key"] not in error
 
 
 def test_the_engine_mode_names_a_storage_that_cannot_be_reached(
@@ -161,6 +179,10 @@ TIER_CASES: Final[dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
         ROOM | {"secondary_tiers": fs("/tmp/x", fill_on_promotion=True)},  # noqa: S108
         ("'fill_on_promotion'", "KVCoreOffloadingSpec"),
     ),
+    "object store that cannot be reached": (
+        ROOM | {"secondary_tiers": [{"type": "kv:s3", **NO_STORE}]},
+        NO_STORE_WORDS,
+    ),
 }
 
 
@@ -172,6 +194,7 @@ def test_the_tier_mode_names_the_setting(
     extra_config, words = TIER_CASES[case]
     error = refusal(TIER_MODE | extra_config)
     assert [word for word in words if word not in error] == [], error
+    assert NO_STORE["secret_access_key"] not in error
 
 
 @pytest.mark.parametrize(
