@@ -35,6 +35,9 @@ __all__ = ["BlockingFsspecTier"]
 # The whole block comes in one read, straight into the slot; a cache would be a copy.
 _UNCACHED: Final = {"cache_type": "none"}
 
+# Each of the two steps, whatever the deadline of a job: nobody waits for a block yet.
+_OPENING_S: Final = 10.0
+
 
 @final
 class BlockingFsspecTier(ThreadedTier):
@@ -56,8 +59,8 @@ class BlockingFsspecTier(ThreadedTier):
         self._writer = Writer(names)
         self._space: FreeSpace | None = None
         try:
-            self._files.run(self._settle)
-            self._files.run(lambda fs: reclaim_leftovers(fs, names))
+            self._files.run(self._settle, patience_s=_OPENING_S)
+            self._files.run(lambda fs: reclaim_leftovers(fs, names), patience_s=_OPENING_S)
         except KVCoreError:
             raise
         except Exception as error:  # noqa: BLE001 - libraries raise anything; it is told, not hidden

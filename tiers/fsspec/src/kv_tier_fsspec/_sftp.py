@@ -111,19 +111,21 @@ class SftpSessions:
         self._watchdog = threading.Thread(target=self._watch, name="kv-sftp-watchdog", daemon=True)
         self._watchdog.start()
 
-    def run(self, work: Callable[[Any], ResultT]) -> ResultT:
+    def run(self, work: Callable[[Any], ResultT], *, patience_s: float | None = None) -> ResultT:
         """Return what a function makes of a filesystem. See :class:`Filesystems`.
 
         Raises:
             TimeoutError: It lasted longer than it may.
             ConnectionError: There is no connection, again and again.
         """
-        end = time.monotonic() + self._patience_s
+        if patience_s is None:
+            patience_s = self._patience_s
+        end = 0.0
         for attempt in range(1, _ATTEMPTS + 1):
             session = self._take()
             if attempt == 1:
                 # Making a connection is not the work, and has limits of its own.
-                end = time.monotonic() + self._patience_s
+                end = time.monotonic() + patience_s
             try:
                 with self._watching(session.client, end):
                     result = work(session.files)
@@ -137,7 +139,7 @@ class SftpSessions:
                 self._discard(session)
                 if time.monotonic() >= end:
                     raise TimeoutError(
-                        f"no end within {self._patience_s:g} s; the connection was closed"
+                        f"no end within {patience_s:g} s; the connection was closed"
                     ) from error
                 if attempt == _ATTEMPTS or self._closed:
                     raise ConnectionError(

@@ -19,12 +19,14 @@ ResultT = TypeVar("ResultT")
 class Filesystems(Protocol):
     """Hands a filesystem to whoever needs one. Thread-safe."""
 
-    def run(self, work: Callable[[Any], ResultT]) -> ResultT:
+    def run(self, work: Callable[[Any], ResultT], *, patience_s: float | None = None) -> ResultT:
         """Return what a function makes of a filesystem.
 
         Args:
             work: Called with a filesystem that is this thread's until it returns. Called again
                 when the connection was lost in the middle: it must bear that.
+            patience_s: How long it may last, where that can be enforced; ``None`` for as long as
+                the transfer of a block may.
         """
 
     def strip(self, url: str) -> str:
@@ -48,7 +50,12 @@ class OneFilesystem:
     def __init__(self, config: FsspecConfig) -> None:
         self.fs: Any = make_filesystem(config)
 
-    def run(self, work: Callable[[Any], ResultT]) -> ResultT:
+    def run(
+        self,
+        work: Callable[[Any], ResultT],
+        *,
+        patience_s: float | None = None,  # noqa: ARG002 - a call of the system ends when it ends
+    ) -> ResultT:
         """Call it."""
         return work(self.fs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kv_core.contract import parse_tier_config
 from kv_core.errors import ConfigError
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["config_of"]
+
+# No engine waits: a large block may take its time on a slow line.
+_PATIENCE_S: Final = 600.0
 
 
 def config_of(url: str, options: Sequence[str], options_file: Path | None) -> FsspecConfig:
@@ -45,7 +48,8 @@ def config_of(url: str, options: Sequence[str], options_file: Path | None) -> Fs
                     setting="--option",
                 )
         group[path[-1]] = _value(value)
-    return parse_tier_config("object", FsspecConfig, {"url": url, "storage_options": merged})
+    settings = {"url": url, "storage_options": merged, "job_deadline_s": _PATIENCE_S}
+    return parse_tier_config("object", FsspecConfig, settings)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
