@@ -67,7 +67,7 @@ _FULL: Final = Sizes(
 )
 
 _QUICK: Final = Sizes(
-    scale=Scale((_MIB, 4 * _MIB), (1, 1), 1, 1000, 1),
+    scale=Scale((_MIB, 4 * _MIB), (1, 1), 1, 200, 1),
     blocking_sizes=(_MIB,),
     blocking_s=1.0,
     growth_blocks=300,

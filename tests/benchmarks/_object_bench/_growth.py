@@ -18,7 +18,7 @@ __all__ = ["Growth", "measure_growth"]
 
 _BLOCK_BYTES: Final = 2**16
 _JOB_BLOCKS: Final = 32
-_JOBS_AT_A_TIME: Final = 4
+_MOST_JOBS: Final = 4
 _CHECKS: Final = 12
 _LEAST_ROUNDS: Final = 6
 
@@ -46,7 +46,7 @@ def measure_growth(
     contender: TierContender, memory: Memory, num_blocks: int, random: np.random.Generator
 ) -> Growth:
     """Store, look up and load blocks, a few jobs at a time, and watch the memory."""
-    batch = _JOB_BLOCKS * _JOBS_AT_A_TIME
+    batch = _JOB_BLOCKS * min(_MOST_JOBS, max(1, num_blocks // (_JOB_BLOCKS * _CHECKS)))
     rounds = max(_LEAST_ROUNDS, -(-num_blocks // batch))
     warm_up = max(3, rounds // 8)
     tracemalloc.start()
