@@ -31,7 +31,8 @@ EXAMPLE := kv_tier_example._harness
 CONFORMANCE_MODES := $(EXAMPLE):async_mode kv_tier_fs._harness:FilesHarness \
     kv_tier_fsspec._harness:MemoryHarness kv_tier_fsspec._harness:AsyncMemoryHarness \
     kv_tier_fsspec._harness:SftpHarness kv_tier_fsspec._harness:AzHarness \
-    kv_tier_s3._harness:ObstoreHarness kv_tier_s3._harness:RgwObstoreHarness
+    kv_tier_s3._harness:ObstoreHarness kv_tier_s3._harness:RgwObstoreHarness \
+    kv_tier_obj._harness:RgwObjHarness
 CONFORMANCE_AT_A_TIME ?= 2
 LOADED_RUNS ?= 50
 LOADED_AT_A_TIME ?= 1
