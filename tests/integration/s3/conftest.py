@@ -69,7 +69,10 @@ _serial = count()
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests with each engine, and those of ``store`` on each server as well."""
-    if "store" in metafunc.fixturenames:
+    if "store" in metafunc.fixturenames and "engine" not in metafunc.fixturenames:
+        # The tier obj has no engines.
+        metafunc.parametrize("store", SERVERS, indirect=True)
+    elif "store" in metafunc.fixturenames:
         pairs = [(server, engine) for server in SERVERS for engine in ENGINES]
         names = ["-".join(pair) for pair in pairs]
         metafunc.parametrize(("store", "engine"), pairs, indirect=["store"], ids=names)
