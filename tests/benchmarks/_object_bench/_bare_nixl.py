@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BareNixl"]
 
-_POLL_S = 0.0005
+_POLL_S = 0.002
 _PLUGIN = "OBJ"
 
 

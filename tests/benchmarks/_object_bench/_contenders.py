@@ -38,7 +38,7 @@ PUTS: Final = 16
 HEADS: Final = 128
 """Lookups at a time."""
 
-_POLL_S: Final = 0.0005
+_POLL_S: Final = 0.002
 _serial: Final = itertools.count()
 
 
