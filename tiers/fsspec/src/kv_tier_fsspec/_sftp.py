@@ -227,13 +227,17 @@ class SftpSessions:
                 # Of a wait that this thread was a part of.
                 raise ConnectionError(self._failure[1])
             try:
+                was_there = self._client
                 client = self._connection()
                 try:
                     return self._session_over(client)
+                except paramiko.ChannelException:
+                    raise
                 except Exception:
-                    if _is_alive(client):
+                    client.close()
+                    if client is not was_there:
                         raise
-                # Nobody had noticed that it was lost.
+                # It was lost before, and nobody had noticed.
                 return self._session_over(self._connection())
             except paramiko.ChannelException:
                 raise

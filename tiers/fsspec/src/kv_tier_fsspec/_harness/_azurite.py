@@ -21,6 +21,7 @@ __all__ = ["AzuriteServer", "require_azurite"]
 
 _START_S: Final = 60.0
 _POLL_S: Final = 0.05
+_ATTEMPTS: Final = 3
 _PR_SET_PDEATHSIG: Final = 1
 _ACCOUNT: Final = "suite"
 # No secret: the server is ours, on loopback, for a minute. 64 bytes, as Azure's are.
@@ -85,25 +86,36 @@ class AzuriteServer:
         """
         program = require_azurite()
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not self.port:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                self.port = free.getsockname()[1]
-        with (self._folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - the program was just found
-                [
-                    *(str(program), "--silent", "--disableTelemetry", "--skipApiVersionCheck"),
-                    *("--blobHost", "127.0.0.1", "--blobPort", str(self.port)),
-                    *("--location", str(self._folder)),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "AZURITE_ACCOUNTS": f"{_ACCOUNT}:{_KEY}"},
-                start_new_session=True,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - only calls the kernel
-            )
-        self._wait()
+        is_new = not self.port
+        for _ in range(_ATTEMPTS if is_new else 1):
+            if not self.port:
+                with socket.socket() as free:
+                    free.bind(("127.0.0.1", 0))
+                    self.port = free.getsockname()[1]
+            with (self._folder / "server.log").open("ab") as log:
+                self._process = subprocess.Popen(  # noqa: S603 - the program was just found
+                    [
+                        *(str(program), "--silent", "--disableTelemetry", "--skipApiVersionCheck"),
+                        *("--blobHost", "127.0.0.1", "--blobPort", str(self.port)),
+                        *("--location", str(self._folder)),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "AZURITE_ACCOUNTS": f"{_ACCOUNT}:{_KEY}"},
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent,  # noqa: PLW1509 - only calls the kernel
+                )
+            if self._answers():
+                return
+            self.stop()
+            if is_new:
+                # Somebody else may have taken the port in the meantime.
+                self.port = 0
+        log_end = (self._folder / "server.log").read_text(errors="replace")[-1000:]
+        raise HarnessError(
+            f"Azurite does not answer within {_START_S:g} s; its log ends with:\n{log_end}"
+        )
 
     def stop(self) -> None:
         """End it at once. Idempotent."""
@@ -125,19 +137,19 @@ class AzuriteServer:
         if self._process is not None:
             os.killpg(self._process.pid, number)
 
-    def _wait(self) -> None:
+    def _answers(self) -> bool:
+        """Wait until it answers; ``False`` when it has ended, or takes too long."""
         end = time.monotonic() + _START_S
         while time.monotonic() < end and self._process is not None:
+            is_open = False
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                is_open = True
             if self._process.poll() is not None:
                 break
-            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-                return
+            if is_open:
+                return True
             time.sleep(_POLL_S)
-        log = (self._folder / "server.log").read_text(errors="replace")[-1000:]
-        self.stop()
-        raise HarnessError(
-            f"Azurite does not answer within {_START_S:g} s; its log ends with:\n{log}"
-        )
+        return False
 
 
 def _end_with_parent() -> None:

@@ -24,6 +24,7 @@ __all__ = ["SshServer", "require_sshd"]
 
 _START_S: Final = 20.0
 _POLL_S: Final = 0.02
+_ATTEMPTS: Final = 3
 _PR_SET_PDEATHSIG: Final = 1
 
 # Debian's sshd, run by root, wants this folder; its own unit makes it.
@@ -108,17 +109,28 @@ class SshServer:
         sshd = require_sshd()
         if os.geteuid() == 0:
             _PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
-        self._prepare()
-        with (self._folder / "sshd.log").open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - the program was just found
-                [str(sshd), "-D", "-e", "-f", str(self._folder / "sshd_config")],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - only calls the kernel
-            )
-        self._wait()
+        is_new = not self.port
+        for _ in range(_ATTEMPTS if is_new else 1):
+            self._prepare()
+            with (self._folder / "sshd.log").open("ab") as log:
+                self._process = subprocess.Popen(  # noqa: S603 - the program was just found
+                    [str(sshd), "-D", "-e", "-f", str(self._folder / "sshd_config")],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent,  # noqa: PLW1509 - only calls the kernel
+                )
+            if self._answers():
+                return
+            self.stop()
+            if is_new:
+                # Somebody else may have taken the port in the meantime.
+                self.port = 0
+        log_end = (self._folder / "sshd.log").read_text(errors="replace")[-1000:]
+        raise HarnessError(
+            f"sshd does not answer within {_START_S:g} s; its log ends with:\n{log_end}"
+        )
 
     def stop(self) -> None:
         """Kill it and all sessions. Idempotent."""
@@ -159,6 +171,8 @@ class SshServer:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         for name in ("host_key", "user_key"):
+            if (self._folder / name).exists():
+                continue
             subprocess.run(  # noqa: S603
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self._folder / name)],  # noqa: S607
                 check=True,
@@ -176,18 +190,19 @@ class SshServer:
         )
         (self._folder / "sshd_config").write_text(config)
 
-    def _wait(self) -> None:
+    def _answers(self) -> bool:
+        """Wait until it answers; ``False`` when it has ended, or takes too long."""
         end = time.monotonic() + _START_S
         while time.monotonic() < end and self._process is not None:
+            answer = b""
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as probe:
+                answer = probe.recv(4)
             if self._process.poll() is not None:
                 break
-            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as probe:
-                if probe.recv(4) == b"SSH-":
-                    return
+            if answer == b"SSH-":
+                return True
             time.sleep(_POLL_S)
-        log = (self._folder / "sshd.log").read_text(errors="replace")[-1000:]
-        self.stop()
-        raise HarnessError(f"sshd does not answer within {_START_S:g} s; its log ends with:\n{log}")
+        return False
 
 
 def _descendants(pid: int) -> list[int]:
