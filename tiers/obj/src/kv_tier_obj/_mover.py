@@ -48,7 +48,7 @@ _BACKENDS: Final = (PLUGIN,)
 _LOCAL: Final = "NIXL_INIT_AGENT"
 
 _SHORTEST_PAUSE_S: Final = 0.0005
-_LONGEST_PAUSE_S: Final = 0.01
+_LONGEST_PAUSE_S: Final = 0.02
 _PAUSE_SHARE: Final = 0.25
 _PAUSE_GROWTH: Final = 1.5
 """Between two looks at what runs: a share of the time that lately passed from one end to the next,
