@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
     from kv_core.contract import SecondaryTierManager, TierContext
 
-__all__ = ["BucketConfig", "Engine", "S3Config", "kv_core_conformance_harness", "kv_core_register_tier"]
+__all__ = [
+    "BucketConfig",
+    "Engine",
+    "S3Config",
+    "kv_core_conformance_harness",
+    "kv_core_register_tier",
+]
 
 # The tier removes nothing but damaged objects, so every block stays findable.
 _RETAINED_BLOCKS: Final = 1 << 40
