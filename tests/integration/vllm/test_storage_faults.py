@@ -166,7 +166,9 @@ def test_storage_fills_up(
     moved = cache.moved(engine) - before
     assert moved.failed_stores > 0
     assert moved.declined > 0
-    assert 0 < moved.cascaded < BLOCKS * 3
+    # A job counts when all its blocks have arrived, and it may be that each has lost one.
+    assert moved.cascaded < BLOCKS * 3
+    assert 0 < len(files(storage.backing)) - known < BLOCKS * 3
     # A full disk is no broken disk: what is on it is served.
     assert engine.reset(connector=True)
     found = engine.generate(arrived)
