@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -64,6 +65,10 @@ PATIENT_ENGINE: Final = {
 }
 
 _HERE: Final = Path(__file__).parent
+_DRAWN: Final = frozenset(
+    f"test_{name}"
+    for name in ("answers", "credentials", "faults", "processes", "settings", "start_probe")
+)
 _serial = count()
 
 
@@ -90,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.path.parent == _HERE:
+        if item.path.parent == _HERE and item.path.stem in _DRAWN:
             name = getattr(item, "originalname", item.name)
             cases.setdefault((item.path, name), []).append(item)
     dropped = []
@@ -218,6 +223,7 @@ class Outage:
         end: Ends it; ``None`` for what stays.
         at: Number of finished requests at which it begins.
         until: Number of finished requests at which it ends.
+        least_s: Seconds that it lasts at least.
     """
 
     def __init__(
@@ -225,13 +231,16 @@ class Outage:
         begin: Callable[[], object],
         end: Callable[[], object] | None = None,
         *,
-        at: int = 10,
-        until: int = 28,
+        at: int = 20,
+        until: int = 42,
+        least_s: float = 0.0,
     ) -> None:
         self._begin = begin
         self._end = end
         self._at = at
         self._until = until
+        self._least_s = least_s
+        self._began = 0.0
         self._finished = 0
         self.has_begun = self.is_over = False
 
@@ -243,8 +252,11 @@ class Outage:
         """Begin or end, where it is time to."""
         if not self.has_begun and self._finished >= self._at:
             self.has_begun = True
+            self._began = time.monotonic()
             self._begin()
-        if self._end is not None and not self.is_over and self._finished >= self._until:
+        if self._end is None or self.is_over or self._finished < self._until:
+            return
+        if time.monotonic() - self._began >= self._least_s:
             self.is_over = True
             self._end()
 
@@ -264,16 +276,20 @@ class Engine:
         self,
         settings: dict[str, Any],
         *,
-        requests: int = 40,
+        requests: int = 60,
         is_patient: bool = False,
         **changes: Any,
     ) -> None:
         self._requests = requests
-        tier = {"type": "s3", **settings, **(PATIENT if is_patient else {}), **changes}
+        # What another tier calls otherwise, its settings bring along.
+        patience = PATIENT if is_patient and "type" not in settings else {}
+        tier = {"type": "s3", **settings, **patience, **changes}
         config = ReplayConfig(
             gpu_blocks=128,
             cpu_bytes=1 << 20,
             block_bytes=BLOCK,
+            # Fewer and larger objects: the client libraries cost more than anything else here.
+            block_size_factor=4,
             secondary_tiers=[tier],
             engine_options=PATIENT_ENGINE if is_patient else ENGINE_OPTIONS,
         )

@@ -67,7 +67,8 @@ def test_a_store_that_freezes_for_longer_than_every_deadline(
     chosen = settings(store.access)
     began = time.monotonic()
     with serving(chosen) as engine:
-        report = engine.serve(outage(store.freeze, store.thaw))
+        # Longer than the deadline of a job.
+        report = engine.serve(outage(store.freeze, store.thaw, least_s=3.0))
         took_s = time.monotonic() - began
     assert errors(report).get("timeout", 0) > 0
     assert set(errors(report)) <= {"timeout", "network"}
@@ -170,7 +171,7 @@ def test_answers_that_are_spoiled(
         return draw.choice(ways) if is_hit else None
 
     proxy.rule = spoil
-    with serving(chosen) as serves:
+    with serving(chosen, is_patient=True, job_deadline_s=2.0) as serves:
         report = serves.serve()
     assert report.stats["tier.s3.load_failures"] > 0
     proxy.rule = lambda _: None

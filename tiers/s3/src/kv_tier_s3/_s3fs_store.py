@@ -14,7 +14,6 @@ import base64
 import os
 import socket
 import ssl
-import weakref
 from typing import TYPE_CHECKING, Any, Final, final
 
 import aiohttp
@@ -89,23 +88,6 @@ class _FileSystem(S3FileSystem):  # type: ignore[misc]  # the library has no typ
         """
 
 
-# The open stores of this process, for the forks of it.
-_open_stores: Final[weakref.WeakSet[S3fsStore]] = weakref.WeakSet()
-
-
-def _abandon_connections() -> None:
-    """Have the connections that a fork has copies of be left alone by whoever collects them.
-
-    The client library closes them when it is collected, and TLS says good-bye to the store then, in
-    the name of the parent.
-    """
-    for store in _open_stores:
-        store.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_connections)
-
-
 @final
 class S3fsStore:
     """A client of one bucket.
@@ -149,16 +131,8 @@ class S3fsStore:
             raise
         except Exception as error:  # noqa: BLE001 - told with its kind
             raise self._error("open", self._bucket, error) from None
-        _open_stores.add(self)
         if self._config.endpoint_url is not None:
             self._client.meta.events.register("before-call.s3", _stay_here)
-
-    def abandon(self) -> None:
-        """Never close the connections: they are another process's. In a fork."""
-        endpoint = getattr(self._client, "_endpoint", None)
-        sessions = getattr(getattr(endpoint, "http_session", None), "_sessions", None) or {}
-        for session in sessions.values():
-            session.connector._closed = True
 
     async def close(self) -> None:
         """Close the session and its connections."""
