@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,23 @@ def test_a_job_outlives_its_connection(drive: Drive, sftp: dict[str, Any], ssh: 
         result = driver.wait(job)
         assert result.success, result.error
     assert driver.loaded(KEYS) == KEYS
+
+
+def test_a_connection_may_be_killed_at_any_moment(
+    drive: Drive, sftp: dict[str, Any], ssh: SshServer
+) -> None:
+    """In a handshake, in a transfer, between two jobs: no block is lost, no byte is wrong."""
+    driver = drive({**sftp, "job_deadline_s": 20}, MIB // 4)
+    moments = random.Random(5)
+    for round_number in range(6):
+        keys = [example_key(number) for number in range(round_number * 16, round_number * 16 + 16)]
+        for load in (False, True):
+            job = (driver.submit_load if load else driver.submit_store)(keys)
+            time.sleep(moments.uniform(0, 0.2))
+            ssh.kill_sessions()
+            result = driver.wait(job)
+            assert result.success, (round_number, load, result.error)
+        assert driver.loaded(keys) == keys
 
 
 def test_a_killed_connection_leaves_nothing_unfinished(

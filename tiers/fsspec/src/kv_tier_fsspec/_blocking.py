@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -177,8 +176,16 @@ class BlockingFsspecTier(ThreadedTier):
 
     def _remove_abandoned(self, fs: Any) -> None:
         """Remove what could not be removed when its store failed: now the storage answers."""
-        with suppress(IndexError, *ABSENT_ERRORS):
-            fs.rm_file(self._abandoned.popleft())
+        try:
+            name = self._abandoned.popleft()
+        except IndexError:
+            return
+        try:
+            fs.rm_file(name)
+        except ABSENT_ERRORS:
+            pass
+        except Exception:  # noqa: BLE001 - the store that comes before it went well
+            self._abandoned.append(name)
 
     def _make_folder(self, fs: Any, folder: str) -> None:
         if folder not in self._folders:

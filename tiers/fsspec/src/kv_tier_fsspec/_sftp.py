@@ -46,6 +46,23 @@ _ATTEMPTS: Final = 2
 # Of the deadline of a job: a drain that waits until then must find the thread back.
 _SHARE: Final = 0.6
 _NAP_SHARE: Final = 0.1
+# Connections that are made, at most, until one holds for as long as a session takes to open.
+_CONNECTIONS: Final = 3
+
+
+class _HostKeyError(ConnectionError):
+    """The server is not known to be the right one."""
+
+
+# What another attempt would not change: no server, no access, no room for another session.
+_FINAL_ERRORS: Final = (
+    ConnectionRefusedError,
+    PermissionError,
+    TierOpenError,
+    TimeoutError,
+    _HostKeyError,
+    paramiko.ChannelException,
+)
 _POLICIES: Final[dict[str, type[paramiko.MissingHostKeyPolicy]]] = {
     "auto_add": paramiko.AutoAddPolicy,
     "warning": paramiko.WarningPolicy,
@@ -227,24 +244,27 @@ class SftpSessions:
                 # Of a wait that this thread was a part of.
                 raise ConnectionError(self._failure[1])
             try:
-                was_there = self._client
-                client = self._connection()
-                try:
-                    return self._session_over(client)
-                except paramiko.ChannelException:
-                    raise
-                except Exception:
-                    client.close()
-                    if client is not was_there:
-                        raise
-                # It was lost before, and nobody had noticed.
-                return self._session_over(self._connection())
+                return self._open_persistently()
             except paramiko.ChannelException:
                 raise
             except Exception as error:
                 # Its text: the error has frames with slots of other threads.
                 self._failure = (time.monotonic(), str(error))
                 raise
+
+    def _open_persistently(self) -> _Session:
+        """Open a session, again where a connection breaks: it may have been lost unnoticed."""
+        end = time.monotonic() + self._connect_s
+        for attempt in range(1, _CONNECTIONS + 1):
+            try:
+                return self._session_over(self._connection())
+            except _FINAL_ERRORS:
+                raise
+            except Exception:
+                self._give_up_connection()
+                if attempt == _CONNECTIONS or time.monotonic() >= end:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
     def _session_over(self, client: paramiko.SSHClient) -> _Session:
         with self._watching(client, time.monotonic() + self._connect_s):
@@ -266,13 +286,17 @@ class SftpSessions:
         if self._closed:
             raise ConnectionError("the sessions have been closed")
         if self._client is None or not _is_alive(self._client):
-            if self._client is not None:
-                _close(self._client)
-                self._client = None
+            self._give_up_connection()
             self._client = self._connect()
             with self._changed:
                 self._most = None
         return self._client
+
+    def _give_up_connection(self) -> None:
+        """Close the connection, if there is one. Called under ``_opening``."""
+        client, self._client = self._client, None
+        if client is not None:
+            _close(client)
 
     def _connect(self) -> paramiko.SSHClient:
         client = paramiko.SSHClient()
@@ -289,12 +313,15 @@ class SftpSessions:
             ) from None
         except paramiko.BadHostKeyException as error:
             client.close()
-            raise ConnectionError(
+            raise _HostKeyError(
                 f"{self._host!r} shows another host key than the known one: it was set up anew, "
                 "or somebody is in between. If it was, remove its line: ssh-keygen -R"
             ) from error
         except paramiko.AuthenticationException as error:
+            was_answered = _is_alive(client)
             client.close()
+            if not was_answered:
+                raise ConnectionError(f"no connection to {self._host!r}: {error}") from error
             raise PermissionError(f"{self._host!r} refuses the user: {error}") from error
         except paramiko.SSHException as error:
             client.close()
@@ -337,7 +364,7 @@ class _Refuse(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # paramiko 
         hostname: str,
         key: paramiko.PKey,
     ) -> None:
-        raise ConnectionError(
+        raise _HostKeyError(
             f"the host key of {hostname!r} is not known ({key.get_name()}, "
             f"{key.fingerprint}). If it is the right one, add it: ssh-keyscan HOST >> "
             "~/.ssh/known_hosts; or name a file that has it as 'known_hosts' in 'storage_options'; "
