@@ -49,9 +49,6 @@ PATIENT: Final = {
     "lookup_deadline_s": 30.0,
     "request_timeout_s": 50.0,
 }
-# The engine's class of this folder gives deadlines to the tier s3 that this one has not got.
-ONLY_S3: Final = ("connect_timeout_s", "read_timeout_s")
-
 _serial = count()
 
 
@@ -98,8 +95,8 @@ def serve(serving: Any) -> Callable[..., Any]:
     """Return a function that serves a trace with an engine over the tier, and reports."""
 
     def run(settings: dict[str, Any], outage: Any = None, *, is_patient: bool = False) -> Any:
-        chosen = {"type": "obj", **settings, **(PATIENT if is_patient else {})}
-        with serving(chosen) as engine:
+        chosen = {**settings, **(PATIENT if is_patient else {}), "type": "obj"}
+        with serving(chosen, is_patient=is_patient) as engine:
             return engine.serve(outage)
 
     return run
@@ -314,7 +311,9 @@ def test_answers_that_are_spoiled(
         return draw.choice(ways) if is_hit else None
 
     proxy.rule = spoil
-    report = serve(chosen)
+    # A trickle takes longer than a request may, and nothing else does.
+    slow = {"job_deadline_s": 5.0, "lookup_deadline_s": 20.0, "request_timeout_s": 2.0}
+    report = serve({**chosen, **slow})
     assert report.stats["tier.obj.load_failures"] > 0
     proxy.rule = lambda _: None
     assert serve(chosen, is_patient=True).hits["obj"] > 0
