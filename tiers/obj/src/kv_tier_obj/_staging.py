@@ -51,7 +51,11 @@ class Staging:
         self.slots = slots
         self._users = users
         self._lock = threading.Lock()
-        self._map = mmap.mmap(-1, slot_bytes * slots)
+        self._map = mmap.mmap(-1, slot_bytes * slots, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # The first use of a large block is otherwise a thousand faults.
+            with suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._map)
         # A number, not an array: an array would stay an export of the mapping.
         self.base = int(np.frombuffer(self._view, np.uint8).ctypes.data)
