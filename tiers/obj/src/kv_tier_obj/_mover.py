@@ -48,11 +48,14 @@ _BACKENDS: Final = (PLUGIN,)
 _LOCAL: Final = "NIXL_INIT_AGENT"
 
 _SHORTEST_PAUSE_S: Final = 0.0005
-_LONGEST_PAUSE_S: Final = 0.02
-_PAUSE_SHARE: Final = 0.25
-_PAUSE_GROWTH: Final = 1.5
-"""Between two looks at what runs: a share of the time that lately passed from one end to the next,
-and longer the longer nothing ends. NIXL has work enough meanwhile."""
+_LONGEST_PAUSE_S: Final = 0.004
+_PAUSE_SHARE: Final = 0.125
+"""Between two looks at what runs: a share of the time that lately passed from one end to the next.
+NIXL has work enough meanwhile, but a job waits for the last of its blocks."""
+
+_HANGING_AFTER_S: Final = 1.0
+_HANGING_PAUSE_S: Final = 0.02
+"""The same when nothing has ended for a while."""
 
 _MORE_LOOKED_AT: Final = 4
 """Transfers behind those that NIXL can be at, of which a few are looked at each time, in turn."""
@@ -202,6 +205,9 @@ class Mover:
                     self._changed.wait(pause_s)
                 taken, self._queue = self._queue, []
                 stopping = self._stopping
+            if taken and not self._running:
+                # The time without work says nothing.
+                pause_s, ended_at = _SHORTEST_PAUSE_S, time.monotonic()
             ended: list[Transfer] = []
             freed: list[int] = []
             for transfer in taken:
@@ -218,10 +224,9 @@ class Mover:
                 now = time.monotonic()
                 gap_s += ((now - ended_at) / max(1, len(ended)) - gap_s) / 4
                 ended_at = now
-                pause_s = gap_s * _PAUSE_SHARE
-            elif not taken:
-                pause_s *= _PAUSE_GROWTH
-            pause_s = min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+                pause_s = min(max(gap_s * _PAUSE_SHARE, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+            elif time.monotonic() - ended_at > _HANGING_AFTER_S:
+                pause_s = _HANGING_PAUSE_S
             if stopping and not self._running:
                 return
 
