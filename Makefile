@@ -38,7 +38,7 @@ LOADED_RUNS ?= 50
 LOADED_AT_A_TIME ?= 1
 
 .PHONY: help venv test-tools demo test lint format unit test-pythons wheels bench-smoke hostile \
-    region-kills fs-faults fsspec-servers fsspec-soak s3-servers conformance conformance-loaded conformance-pytests kill-map vllm-env vllm vllm-matrix \
+    region-kills fs-faults s3-faults fsspec-servers fsspec-soak s3-servers conformance conformance-loaded conformance-pytests kill-map vllm-env vllm vllm-matrix \
     vllm-versions \
     bench-vllm obj-soak clean
 
@@ -66,6 +66,7 @@ help:
 	@echo "fsspec-servers   get the servers of the fsspec tier's tests: OpenSSH (as root) and Azurite (npm)"
 	@echo "fsspec-soak   10,000 blocks through the fsspec tier on a folder: memory stays flat"
 	@echo "fs-faults     all faults of the file tier, 300 kills and 3 minutes of a crowd for each layout"
+	@echo "s3-faults     every kind of error, on each server, with each engine of the s3 tier"
 	@echo "obj-soak      100,000 jobs of the obj tier on a real store (OBJ_SOAK_JOBS): nothing leaks"
 	@echo "clean         remove all that was made"
 
@@ -171,6 +172,10 @@ fsspec-servers:
 # The tests do a tenth of this.
 fsspec-soak: venv
 	$(BIN)/python tests/integration/fsspec_tier/soak.py --blocks 10000
+
+# The tests draw a slice (S3_FAULTS_SEED draws another one).
+s3-faults: test-tools
+	S3_FAULTS=all $(BIN)/python -m pytest tests/integration/s3 $(PYTEST_ARGS)
 
 # The tests draw a slice of each of these (FS_FAULTS_SEED draws another one). As root, with strace.
 FS_KILLS ?= 300

@@ -37,6 +37,13 @@ def config(**settings: Any) -> S3Config:
         ({"secret_access_key": SECRET}, "", "'access_key_id' is missing"),
         ({"session_token": SECRET}, "", "belongs to an 'access_key_id'"),
         ({"sse_kms_key_id": "k"}, "", "'server_side_encryption' to be 'aws:kms'"),
+        ({"sse_customer_key": SECRET}, "sse_customer_key", "32 bytes in base64"),
+        ({"sse_customer_key": "c2hvcnQ="}, "sse_customer_key", "openssl rand -base64 32"),
+        (
+            {"sse_customer_key": "A" * 43 + "=", "server_side_encryption": "AES256"},
+            "",
+            "leave out 'server_side_encryption'",
+        ),
         ({"engine": "boto"}, "engine", "s3fs"),
         ({"bukcet": "b"}, "bukcet", "is not a setting"),
     ],
