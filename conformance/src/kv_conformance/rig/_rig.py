@@ -392,12 +392,13 @@ class Rig:
         missing = list(keys)
         error: JobError | None = None
         for _attempt in range(20):
-            for start in range(0, len(missing), self.job_keys):
-                part = missing[start : start + self.job_keys]
+            todo, missing = missing, []
+            for start in range(0, len(todo), self.job_keys):
+                part = todo[start : start + self.job_keys]
                 result = self.store(part, request=request)
                 error = result.error or error
                 done = set(part if result.success else result.successful_keys)
-                missing = [key for key in missing if key not in done]
+                missing += [key for key in part if key not in done]
             if not missing:
                 return
         free_bytes = shutil.disk_usage(self.subject_type.workdir).free
