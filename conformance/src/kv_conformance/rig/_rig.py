@@ -508,9 +508,10 @@ class Rig:
     def poll(self) -> list[JobResult]:
         """Collect results; check each, and poison its slots."""
         results = list(self.call("get_finished_jobs"))
-        # First of all: what was done to a slot is the work of the jobs that end now, and accepting
-        # their results overwrites it.
-        self.check_memory()
+        if results:
+            # First of all: what was done to a slot is the work of the jobs that end now, and
+            # accepting their results overwrites it.
+            self.check_memory()
         return [result for result in results if self._accept(result)]
 
     def _accept(self, result: object) -> bool:

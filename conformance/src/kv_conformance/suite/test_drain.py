@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _BACKLOG: Final = 256
 
 # A drain of a stalled storage takes as long as it may: no reason to let it have more.
-_DRAIN_DEADLINES: Final = Deadlines(job_s=0.4, lookup_s=0.5)
+_DRAIN_DEADLINES: Final = Deadlines(job_s=0.3, lookup_s=0.5)
 
 
 def _poll_while_there_is_any(rig: Rig) -> None:
