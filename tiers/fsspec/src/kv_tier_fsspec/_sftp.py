@@ -3,7 +3,7 @@
 A session of paramiko must not be used by two threads at a time: each would take answers that the
 other waits for. So a thread takes a session for as long as one block takes, and all sessions share
 one connection, because a handshake costs more than a block. A connection that is lost is made anew
-by the next thread that needs one, and what was under way is done once more.
+by the next thread that needs one, and what was under way is done again.
 
 paramiko has waits without any limit: for the answer to a subsystem, for room in the socket. So
 whatever lasts longer than it may has its connection closed under it, which ends all of them.
@@ -42,7 +42,8 @@ ResultT = TypeVar("ResultT")
 _LEAST_CONNECT_S: Final = 2.0
 _MOST_CONNECT_S: Final = 10.0
 _END_S: Final = 5.0
-_ATTEMPTS: Final = 2
+# The connection may be lost while the next one is made: a server that ends has several processes.
+_ATTEMPTS: Final = 3
 # Of the deadline of a job: a drain that waits until then must find the thread back.
 _SHARE: Final = 0.6
 _NAP_SHARE: Final = 0.1
