@@ -392,6 +392,7 @@ class _OneIsEnough(DictTier):
     "DATA-6",
     breaks="Takes a job for a success when any of its blocks was moved.",
     source="dynamo#15079: a failed transfer was counted as a full hit",
+    also=frozenset({"DATA-1", "DATA-8", "DATA-10", "JOB-2"}),
 )
 def one_block_is_enough(workdir: Path) -> Harness:
     """Make the harness."""

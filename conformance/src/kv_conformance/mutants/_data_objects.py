@@ -266,6 +266,9 @@ class _WritesInPlace(FolderTier):
     "DATA-9",
     breaks="Writes an object under its own name, where readers see it grow.",
     source="Mooncake#3066: checksums that did not fit, and no error",
+    also=frozenset(
+        {"CAP-1", "CAP-3", "DATA-1", "DATA-6", "DATA-10", "EVT-1", "EVT-2", "USE-1", "ZC-1"}
+    ),
 )
 def writes_in_place(workdir: Path) -> Harness:
     """Make the harness."""
@@ -353,6 +356,7 @@ class _KeepsBadObjects(FolderTier):
     "DATA-10",
     breaks="Leaves a bad object where it is, and finds it again.",
     source="vllm#49176: the same doomed load in every step",
+    also=frozenset({"CAP-4", "EVT-1", "INT-1", "LOOK-4", "USE-1"}),
 )
 def keeps_bad_objects(workdir: Path) -> Harness:
     """Make the harness."""

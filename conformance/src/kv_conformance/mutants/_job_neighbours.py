@@ -97,6 +97,7 @@ class _DyingThreads(FolderTier):
     "JOB-7",
     breaks="A thread ends with the first error of the storage.",
     source="sglang#38428: any exception kills the backup thread",
+    also=frozenset({"CAP-4", "DATA-8", "DATA-11", "JOB-2", "JOB-8", "LIFE-4", "REQ-2"}),
 )
 def threads_die_of_errors(workdir: Path) -> Harness:
     """Make the harness."""

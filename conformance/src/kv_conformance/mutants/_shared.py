@@ -70,6 +70,7 @@ class _ListsOnce(FolderTier):
     "SHARE-1",
     breaks="Reads the listing when it opens and knows only its own stores from then on.",
     source="the index that makes lookups cheap",
+    also=frozenset({"LIFE-5", "LOOK-9", "SHARE-2"}),
 )
 def lists_at_opening_only(workdir: Path) -> Harness:
     """Make the harness."""
@@ -120,7 +121,7 @@ class _OneTemporaryName(_Unlocked):
     "SHARE-2",
     breaks="Derives the name of the temporary file from the key alone: two writers collide.",
     source="LMCache#2517, LMCache#2674: one of two instances fails to store the same key",
-    also=frozenset({"DATA-9"}),
+    also=frozenset({"CAP-1", "CAP-3", "DATA-9", "PERS-2", "USE-1", "ZC-1"}),
 )
 def one_temporary_name(workdir: Path) -> Harness:
     """Make the harness."""
@@ -147,7 +148,7 @@ class _FirstWriterOnly(_Unlocked):
     "SHARE-2",
     breaks="Fails a store when another writer is storing the same key.",
     source="an exclusive claim on a key, whose loser reports a failure",
-    also=frozenset({"DATA-9"}),
+    also=frozenset({"CAP-1", "CAP-3", "DATA-9", "DEL-1", "PERS-2", "USE-1"}),
 )
 def first_writer_only(workdir: Path) -> Harness:
     """Make the harness."""
