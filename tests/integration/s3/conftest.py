@@ -259,6 +259,9 @@ class Outage:
         if time.monotonic() - self._began >= self._least_s:
             self.is_over = True
             self._end()
+            # The engine leaves a tier alone for so long after failures; the rest of the trace may
+            # be served in less on an idle machine.
+            time.sleep(ENGINE_OPTIONS["degraded_backoff_max_s"])
 
 
 @final

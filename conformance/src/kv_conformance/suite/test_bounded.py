@@ -19,6 +19,7 @@ _CAPACITY: Final = 12
 # A tier may round the capacity it is asked for; not to anything.
 _MOST_CAPACITY: Final = 512
 _COME_AND_GO: Final = 1000
+_AT_A_TIME: Final = 16
 # A count may follow a little after a report.
 _SOON_S: Final = 1.0
 
@@ -76,18 +77,21 @@ class _Watch:
 def _store_concurrently(
     rig: Rig, keys: Sequence[OffloadKey], look: Callable[[], None] | None = None
 ) -> None:
-    """Store keys, one a job, sixteen jobs at a time, whatever becomes of them."""
+    """Store keys, one a job, several jobs at a time, whatever becomes of them."""
     waiting = list(keys)
 
-    def done() -> bool:
-        while waiting and len(rig.jobs_in_flight) < 16:
-            rig.submit_store([waiting.pop()])
+    def some_ended() -> bool:
+        before = len(rig.jobs_in_flight)
         rig.step()
         if look is not None:
             look()
-        return not waiting and not rig.jobs_in_flight
+        return not rig.jobs_in_flight or len(rig.jobs_in_flight) < before
 
-    rig.budget.until(done, "concurrent stores did not end", rig.limits.job_deadline_s)
+    while waiting or rig.jobs_in_flight:
+        while waiting and len(rig.jobs_in_flight) < _AT_A_TIME:
+            rig.submit_store([waiting.pop()])
+        # One wait for each that ends: a long one would look less and less often.
+        rig.budget.until(some_ended, "concurrent stores did not end", rig.limits.job_deadline_s)
 
 
 @case("CAP-1")
