@@ -79,7 +79,7 @@ class Sizes:
 
 _FULL: Final = Sizes(
     half_bytes=512 * _MIB,
-    scale=Scale(_BLOCK_SIZES, (1, 8, 32, 128), 256 * _MIB, 128 * _MIB, 64 * _MIB, 5),
+    scale=Scale(_BLOCK_SIZES, (1, 8, 32, 128), 256 * _MIB, 256 * _MIB, 64 * _MIB, 5),
     fio_bytes=512 * _MIB,
     backlog_bytes=2048 * _MIB,
     rounds=3,

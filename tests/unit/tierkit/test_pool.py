@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kv_core.tierkit import LoadFirstPool
-from kv_core.tierkit._pool import LoadFirstQueue
+from kv_core.tierkit._pool import Lane, LoadFirstQueue
 
 WAIT_S = 20.0
 
@@ -39,8 +39,8 @@ def test_a_load_is_taken_before_stores() -> None:
     queue: LoadFirstQueue[str] = LoadFirstQueue(2)
     queue.put(["store 1", "store 2"], loads=False)
     queue.put(["load"], loads=True)
-    assert queue.take(stores_first=False) == ("load", False)
-    assert queue.take(stores_first=False) == ("store 1", True)
+    assert queue.take(stores_first=False) == ("load", Lane.LOAD)
+    assert queue.take(stores_first=False) == ("store 1", Lane.STORE)
 
 
 def test_a_store_is_taken_before_loads_by_who_prefers_it() -> None:
@@ -48,17 +48,61 @@ def test_a_store_is_taken_before_loads_by_who_prefers_it() -> None:
     queue: LoadFirstQueue[str] = LoadFirstQueue(2)
     queue.put(["load"], loads=True)
     queue.put(["store"], loads=False)
-    assert queue.take(stores_first=True) == ("store", True)
+    assert queue.take(stores_first=True) == ("store", Lane.STORE)
 
 
 def test_no_more_stores_than_the_limit_are_out() -> None:
     """Beyond the limit stores wait, whoever asks; one that ends lets the next go."""
     queue: LoadFirstQueue[str] = LoadFirstQueue(1)
     queue.put(["store 1", "store 2"], loads=False)
-    assert queue.take(stores_first=True) == ("store 1", True)
+    assert queue.take(stores_first=True) == ("store 1", Lane.STORE)
     assert queue.take(stores_first=True) is None
-    queue.store_done()
-    assert queue.take(stores_first=True) == ("store 2", True)
+    queue.done(Lane.STORE)
+    assert queue.take(stores_first=True) == ("store 2", Lane.STORE)
+
+
+def test_fewer_stores_are_out_beside_loads() -> None:
+    """While a load is out or waits, a smaller limit holds; then the other one again."""
+    queue: LoadFirstQueue[str] = LoadFirstQueue(3, 1)
+    queue.put(["load"], loads=True)
+    queue.put(["store 1", "store 2", "store 3"], loads=False)
+    assert queue.take(stores_first=True) == ("store 1", Lane.STORE)
+    assert queue.take(stores_first=True) == ("load", Lane.LOAD)
+    assert queue.take(stores_first=True) is None
+    queue.done(Lane.LOAD)
+    assert queue.take(stores_first=True) == ("store 2", Lane.STORE)
+    assert queue.take(stores_first=True) == ("store 3", Lane.STORE)
+
+
+def test_a_chore_goes_before_loads_and_is_none() -> None:
+    """It takes no place of a store, and while it runs as many stores run as without it."""
+    queue: LoadFirstQueue[str] = LoadFirstQueue(2, 1)
+    queue.put(["load"], loads=True)
+    queue.put(["store 1", "store 2"], loads=False)
+    queue.put_chore("chore")
+    assert len(queue) == 4
+    assert queue.take(stores_first=True) == ("chore", Lane.CHORE)
+    assert queue.take(stores_first=False) == ("load", Lane.LOAD)
+    queue.done(Lane.LOAD)
+    assert queue.take(stores_first=False) == ("store 1", Lane.STORE)
+    assert queue.take(stores_first=False) == ("store 2", Lane.STORE)
+
+
+def test_stores_go_on_when_the_loads_are_over() -> None:
+    """Threads that waited because of a load are woken when it ends."""
+    pool = LoadFirstPool(4, name="pool", max_stores=3, max_stores_beside_loads=1)
+    pool.start()
+    load, stores = Task(), [Task() for _ in range(3)]
+    pool.submit([load], loads=True)
+    assert load.entered.wait(WAIT_S)
+    pool.submit(stores, loads=False)
+    assert stores[0].entered.wait(WAIT_S)
+    assert not any(store.entered.is_set() for store in stores[1:])
+    load.leave.set()
+    assert all(store.entered.wait(WAIT_S) for store in stores)
+    for store in stores:
+        store.leave.set()
+    assert pool.stop(WAIT_S)
 
 
 def test_a_queued_task_is_withdrawn_once() -> None:
@@ -67,7 +111,7 @@ def test_a_queued_task_is_withdrawn_once() -> None:
     queue.put(["a", "b"], loads=True)
     assert queue.withdraw("a")
     assert not queue.withdraw("a")
-    assert queue.take(stores_first=False) == ("b", False)
+    assert queue.take(stores_first=False) == ("b", Lane.LOAD)
     assert not queue.withdraw("b")
     assert len(queue) == 0
 

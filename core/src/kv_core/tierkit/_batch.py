@@ -179,7 +179,7 @@ class BatchTier(PooledTier, Generic[StorePlanT, LoadPlanT]):
 
         It is dropped when the tier is shut down first: have :meth:`close` do what must be done.
         """
-        self._pool.submit([task], loads=True)
+        self._pool.submit_chore(task)
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -191,8 +191,13 @@ class BatchTier(PooledTier, Generic[StorePlanT, LoadPlanT]):
 
     @override
     def _max_stores(self) -> int:
+        # Four of the usual sixteen keep a fast disk busy.
+        return self.config.io_threads // 4
+
+    @override
+    def _max_stores_beside_loads(self) -> int:
         # The more stores are at the device, the longer a load has to wait there.
-        return self.config.io_threads // 2
+        return 2
 
     @override
     def _split(self, job: Job) -> int:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, final
 
 from typing_extensions import override
 
-from kv_core.contract import ABSENT, PRESENT
 from kv_core.tierkit._base import Lookups
 from kv_core.tierkit._errors import RETIRING_KINDS
 from kv_core.tierkit._lookup import ERROR, HIT, MISS, HitClaim, LookupRequest
@@ -73,14 +72,13 @@ class IndexLookup(Lookups):
     def ask(self, key: OffloadKey, req_id: str) -> LookupAnswer:
         """Answer one lookup."""
         request = self._requests.get(req_id) or self._start(req_id)
-        if self._failed and self._is_avoided(key, request):
-            verdict = ERROR
-        else:
-            verdict = HIT if self._exists(key) else MISS
+        avoided = self._failed and self._is_avoided(key, request)
+        present = not avoided and self._exists(key)
         if key not in request.verdicts:
+            verdict = ERROR if avoided else HIT if present else MISS
             request.verdicts[key] = verdict
             self._counts[verdict] += 1
-        return PRESENT if verdict == HIT else ABSENT
+        return present
 
     @override
     def ask_many(self, keys: Sequence[OffloadKey], req_id: str) -> list[LookupAnswer]:

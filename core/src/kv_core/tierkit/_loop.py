@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from kv_core.tierkit._doorbell import Doorbell
-from kv_core.tierkit._pool import LoadFirstQueue
+from kv_core.tierkit._pool import Lane, LoadFirstQueue
 from kv_core.tierkit._probes import QuestionQueue
 
 if TYPE_CHECKING:
@@ -209,16 +209,15 @@ class LoopExecutor:
                 taken = self._queue.take(stores_first=self._stores_first)
             if taken is None:
                 return
-            chunk, is_store = taken
+            chunk, lane = taken
             task = self._thread.loop.create_task(self._run(chunk))
             self._running[chunk] = task
-            task.add_done_callback(partial(self._ended, chunk, is_store))
+            task.add_done_callback(partial(self._ended, chunk, lane))
 
-    def _ended(self, chunk: Chunk, is_store: bool, task: asyncio.Task[None]) -> None:
+    def _ended(self, chunk: Chunk, lane: Lane, task: asyncio.Task[None]) -> None:
         del self._running[chunk]
-        if is_store:
-            with self._lock:
-                self._queue.store_done()
+        with self._lock:
+            self._queue.done(lane)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.error("a chunk of a job raised", exc_info=error)

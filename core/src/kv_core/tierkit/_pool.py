@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Generic, TypeVar, final
 
 from kv_core.tierkit._threads import join_all
@@ -17,33 +18,45 @@ from kv_core.tierkit._threads import join_all
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["LoadFirstPool", "LoadFirstQueue"]
+__all__ = ["Lane", "LoadFirstPool", "LoadFirstQueue"]
 
 logger = logging.getLogger(__name__)
 
 TaskT = TypeVar("TaskT")
 
 
+class Lane(Enum):
+    """What a task is, for the order in which tasks are served."""
+
+    LOAD = auto()
+    STORE = auto()
+    CHORE = auto()
+
+
 @final
 class LoadFirstQueue(Generic[TaskT]):
-    """Two first-in-first-out queues, and a limit on how many stores run at the same time.
+    """First-in-first-out queues, and a limit on how many stores run at the same time.
 
     The limit is what keeps a load from waiting behind a backlog of stores: whoever serves the
-    queue with more hands than the limit always has a hand for loads. Not thread-safe.
+    queue with more hands than the limit always has a hand for loads. Chores go before both.
+    Not thread-safe.
 
-    Attributes:
+    Args:
         max_stores: Most stores that are out at the same time.
+        max_stores_beside_loads: The same while a load is out or waits; default the same number.
     """
 
-    def __init__(self, max_stores: int) -> None:
-        self.max_stores = max_stores
+    def __init__(self, max_stores: int, max_stores_beside_loads: int | None = None) -> None:
+        self._max_stores = max_stores
+        self._max_stores_beside_loads = min(max_stores, max_stores_beside_loads or max_stores)
         # Ordered by submission; a dict rather than a deque, so that withdrawing is cheap.
         self._loads: OrderedDict[TaskT, None] = OrderedDict()
         self._stores: OrderedDict[TaskT, None] = OrderedDict()
-        self._stores_out = 0
+        self._chores: deque[TaskT] = deque()
+        self._out = dict.fromkeys(Lane, 0)
 
     def __len__(self) -> int:
-        return len(self._loads) + len(self._stores)
+        return len(self._chores) + len(self._loads) + len(self._stores)
 
     def put(self, tasks: Iterable[TaskT], *, loads: bool) -> None:
         """Queue tasks of one direction, each a distinct object."""
@@ -51,26 +64,39 @@ class LoadFirstQueue(Generic[TaskT]):
         for task in tasks:
             queue[task] = None
 
-    def take(self, *, stores_first: bool) -> tuple[TaskT, bool] | None:
+    def put_chore(self, task: TaskT) -> None:
+        """Queue what is neither a load nor a store."""
+        self._chores.append(task)
+
+    def take(self, *, stores_first: bool) -> tuple[TaskT, Lane] | None:
         """Take the next task, or ``None`` when there is none that may run now.
 
         Returns:
-            The task and whether it is a store; a store is given back with :meth:`store_done`.
+            The task and its lane, which :meth:`done` is told when the task has ended.
         """
-        may_store = bool(self._stores) and self._stores_out < self.max_stores
+        found = self._take(stores_first)
+        if found is not None:
+            self._out[found[1]] += 1
+        return found
+
+    def _take(self, stores_first: bool) -> tuple[TaskT, Lane] | None:
+        if self._chores:
+            return self._chores.popleft(), Lane.CHORE
+        beside_loads = self._loads or self._out[Lane.LOAD]
+        most = self._max_stores_beside_loads if beside_loads else self._max_stores
+        may_store = bool(self._stores) and self._out[Lane.STORE] < most
         if self._loads and not (stores_first and may_store):
-            return self._loads.popitem(last=False)[0], False
+            return self._loads.popitem(last=False)[0], Lane.LOAD
         if may_store:
-            self._stores_out += 1
-            return self._stores.popitem(last=False)[0], True
+            return self._stores.popitem(last=False)[0], Lane.STORE
         return None
 
-    def store_done(self) -> None:
-        """Note that a store that was taken has ended."""
-        self._stores_out -= 1
+    def done(self, lane: Lane) -> None:
+        """Note that a task that was taken has ended."""
+        self._out[lane] -= 1
 
     def withdraw(self, task: TaskT) -> bool:
-        """Remove a task that nobody has taken yet. ``False``: it was taken."""
+        """Remove a load or store that nobody has taken yet. ``False``: it was taken."""
         for queue in (self._loads, self._stores):
             if task in queue:
                 del queue[task]
@@ -93,12 +119,20 @@ class LoadFirstPool:
         num_threads: Number of threads, at least two.
         name: Prefix of the threads' names.
         max_stores: Most stores that run at the same time; default all threads but one.
+        max_stores_beside_loads: The same while there are loads; default the same number.
 
     Attributes:
         num_threads: Number of threads.
     """
 
-    def __init__(self, num_threads: int, *, name: str, max_stores: int | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        *,
+        name: str,
+        max_stores: int | None = None,
+        max_stores_beside_loads: int | None = None,
+    ) -> None:
         if num_threads < 2:
             raise ValueError(
                 f"a load-first pool needs at least 2 threads, one of them for loads, found "
@@ -106,7 +140,8 @@ class LoadFirstPool:
             )
         self.num_threads = num_threads
         self._queue: LoadFirstQueue[Callable[[], None]] = LoadFirstQueue(
-            num_threads - 1 if max_stores is None else max(1, min(max_stores, num_threads - 1))
+            num_threads - 1 if max_stores is None else max(1, min(max_stores, num_threads - 1)),
+            max_stores_beside_loads,
         )
         self._changed = threading.Condition(threading.Lock())
         self._stopping = False
@@ -137,6 +172,12 @@ class LoadFirstPool:
             # engine's scheduler, whose time is dearer than that of these threads.
             self._changed.notify()
 
+    def submit_chore(self, task: Callable[[], None]) -> None:
+        """Queue something to be done before all loads and stores. Returns at once."""
+        with self._changed:
+            self._queue.put_chore(task)
+            self._changed.notify()
+
     def withdraw(self, task: Callable[[], None]) -> bool:
         """Take a task back. ``True``: it will never run. ``False``: it runs or has run."""
         with self._changed:
@@ -157,26 +198,25 @@ class LoadFirstPool:
         return join_all(self._threads, timeout_s)
 
     def _work(self, stores_first: bool) -> None:
+        ended: Lane | None = None
         while True:
             with self._changed:
+                if ended is not None:
+                    self._queue.done(ended)
                 while (taken := self._take(stores_first=stores_first)) is None:
                     if self._stopping:
                         return
                     self._changed.wait()
                 if len(self._queue):
                     self._changed.notify()
-            task, is_store = taken
+            task, ended = taken
             try:
                 task()
             except BaseException:
                 # Nothing a task does may cost the pool a thread.
                 logger.exception("a task of the pool raised")
-            finally:
-                if is_store:
-                    with self._changed:
-                        self._queue.store_done()
             # A waiting thread must not keep its last task, and what that refers to, alive.
             del task, taken
 
-    def _take(self, *, stores_first: bool) -> tuple[Callable[[], None], bool] | None:
+    def _take(self, *, stores_first: bool) -> tuple[Callable[[], None], Lane] | None:
         return None if self._stopping else self._queue.take(stores_first=stores_first)

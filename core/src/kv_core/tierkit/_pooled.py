@@ -72,6 +72,10 @@ class PooledTier(KitTier):
         """Return the most stores that run at the same time; ``None`` leaves one thread free."""
         return None
 
+    def _max_stores_beside_loads(self) -> int | None:
+        """Return the same for while there are loads; ``None`` for no other number."""
+        return None
+
     def _stop_lookups(self, timeout_s: float | None) -> bool:  # noqa: ARG002 - for overrides
         """Join the threads of the lookups; also when they were never started."""
         return True
@@ -84,6 +88,7 @@ class PooledTier(KitTier):
             self.config.io_threads,
             name=f"kv-{self.context.tier_name}-io",
             max_stores=self._max_stores(),
+            max_stores_beside_loads=self._max_stores_beside_loads(),
         )
         try:
             self.open()

@@ -29,7 +29,8 @@ class FsConfig(TierKitConfig):
     share one.
     """
     io_threads: int = Field(default=16, ge=2, le=256)
-    """Transfers that run at the same time; at most half of them are stores in layout 'segments'.
+    """Transfers that run at the same time. In layout 'segments' at most a quarter of them are
+    stores, and at most two while there are loads.
     """
     layout: Layout = "segments"
     """How blocks lie in it. Layouts do not see each other's blocks."""

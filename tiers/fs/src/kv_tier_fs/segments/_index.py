@@ -438,27 +438,51 @@ class BlockIndex:
         if not keys:
             return
         segment.used_at = max(segment.used_at, use)
-        number = self._number(segment)
         stored: list[OffloadKey] = []
-        table = self._table(len(keys[0]))
-        for key, slot, checksum in zip(keys, slots, checksums, strict=True):
-            if len(key) != table.key_bytes:
-                table = self._table(len(key))
-            row = table.find(key)
-            if row < 0:
-                row = table.add(key)
-                stored.append(key)
-                table.uses[row] = use << 1
-            else:
-                self._supersede(table, row, key, segment, slot, stored)
-                table.uses[row] = max(use << 1, table.uses[row] & ~1)
-            table.slots[row] = slot
-            table.checksums[row] = checksum
-            table.segments[row] = number
+        blocks = list(zip(keys, slots, checksums, strict=True))
+        if len(set(map(len, keys))) == 1:
+            self._enter(segment, keys, blocks, use, stored)
+        else:
+            for block in blocks:
+                self._enter(segment, block[:1], (block,), use, stored)
         # Once for all of them: this is what a store costs the engine's thread.
-        self._count(number, len(keys))
+        self._count(self._number(segment), len(keys))
         if stored:
             self._on_stored(stored)
+
+    def _enter(
+        self,
+        segment: Segment,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[tuple[OffloadKey, int, int]],
+        use: int,
+        stored: list[OffloadKey],
+    ) -> None:
+        """Enter blocks whose keys have the same length; all but their number.
+
+        Args:
+            segment: Where they are.
+            keys: Their keys.
+            blocks: Key, slot and checksum of each.
+            use: Their latest use.
+            stored: Gets the keys that become present.
+        """
+        number = self._number(segment)
+        table = self._table(len(keys[0]))
+        rows, added = table.find_or_add(keys)
+        new = set(added)
+        stored.extend(keys[index] for index in added)
+        segments, uses = table.segments, table.uses
+        for index, (row, (key, slot, checksum)) in enumerate(zip(rows, blocks, strict=True)):
+            if index in new:
+                uses[row] = use << 1
+            else:
+                # Of a key that comes twice, the first is in its place by now.
+                self._supersede(table, row, key, segment, slot, stored)
+                uses[row] = max(use << 1, uses[row] & ~1)
+            table.slots[row] = slot
+            table.checksums[row] = checksum
+            segments[row] = number
 
     def _supersede(
         self,

@@ -22,7 +22,7 @@ import numpy as np
 from kv_core.contract import OffloadKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -32,7 +32,8 @@ NOWHERE: Final = 0xFFFF_FFFF
 """In the column of segments: the row is free."""
 
 _SHARDS: Final = 256
-_LEAST_SHARD: Final = 8
+# Most caches outgrow less, and each time a shard grows costs as much as twenty new keys.
+_LEAST_SHARD: Final = 64
 # Free slots at the end of a shard, where others would wrap around.
 _TAIL: Final = 8
 
@@ -46,8 +47,10 @@ _FIRST_ROW: Final = 1
 _HASHED_AT_ONCE: Final = 1 << 16
 
 
-def _new_shard(size: int) -> tuple[memoryview, int]:
-    return np.zeros(size + _TAIL, dtype=np.uint64).data, size - 1
+def _empty_shards() -> list[tuple[memoryview, int]]:
+    size = _LEAST_SHARD + _TAIL
+    slots = np.zeros(_SHARDS * size, dtype=np.uint64).data
+    return [(slots[at : at + size], _LEAST_SHARD - 1) for at in range(0, len(slots), size)]
 
 
 def _shard_of(slots: npt.NDArray[np.uint64], size: int) -> tuple[memoryview, int]:
@@ -107,7 +110,7 @@ class KeyTable:
 
     def __init__(self, key_bytes: int, expected_rows: int = 0) -> None:
         self.key_bytes = key_bytes
-        self.shards = [_new_shard(_LEAST_SHARD) for _ in range(_SHARDS)]
+        self.shards = _empty_shards()
         self._counts = [0] * _SHARDS
         self.keys = bytearray()
         self._free: list[int] = []
@@ -145,36 +148,52 @@ class KeyTable:
             at += 1
         return -1
 
-    def add(self, key: bytes) -> int:
-        """Give a new key a row. The caller fills the columns, the segment last.
+    def find_or_add(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
+        """Return the rows of keys, new ones for those that have none.
+
+        The caller fills the columns of the new rows, the segment last.
 
         Args:
-            key: A key of the right length that is not in the table.
+            keys: Keys of the right length.
+
+        Returns:
+            The row of each key, and the indices of those that have been added.
         """
-        if not self._free:
-            first = self._take_rows(_ROWS_AT_ONCE)
-            self._free.extend(range(first + _ROWS_AT_ONCE - 1, first - 1, -1))
-        row = self._free.pop()
-        start = row * self.key_bytes
-        self.keys[start : start + self.key_bytes] = key
-        digest = hash(key)
-        number = digest & 0xFF
-        tag = digest >> 8 & 0xFFFF_FFFF
-        shard, mask = self.shards[number]
-        self._counts[number] += 1
-        if self._counts[number] * 5 > (mask + 1) * 3:
-            shard, mask = self._resize(number, 2 * (mask + 1))
-        at = tag & mask
-        while shard[at]:
-            at += 1
-        while at >= len(shard) - 1:
-            # Only the last slot is left, and that one ends searches.
-            shard, mask = self._resize(number, 2 * (mask + 1))
+        # One loop for all of it: this is most of what a store costs the engine's thread.
+        shards, counts, free, flat = self.shards, self._counts, self._free, self.keys
+        key_bytes = self.key_bytes
+        rows: list[int] = []
+        added: list[int] = []
+        for index, key in enumerate(keys):
+            digest = hash(key)
+            number = digest & 0xFF
+            tag = digest >> 8 & 0xFFFF_FFFF
+            shard, mask = shards[number]
             at = tag & mask
-            while shard[at]:
+            while slot := shard[at]:
+                if slot >> 32 == tag:
+                    row = slot & 0xFFFF_FFFF
+                    if flat.startswith(key, row * key_bytes):
+                        break
                 at += 1
-        shard[at] = tag << 32 | row
-        return row
+            else:
+                if not free:
+                    first = self._take_rows(_ROWS_AT_ONCE)
+                    free.extend(range(first + _ROWS_AT_ONCE - 1, first - 1, -1))
+                row = free.pop()
+                start = row * key_bytes
+                flat[start : start + key_bytes] = key
+                counts[number] += 1
+                # Only the last slot is left, perhaps, and that one ends searches.
+                while counts[number] * 5 > (mask + 1) * 3 or at >= len(shard) - 1:
+                    shard, mask = self._resize(number, 2 * (mask + 1))
+                    at = tag & mask
+                    while shard[at]:
+                        at += 1
+                shard[at] = tag << 32 | row
+                added.append(index)
+            rows.append(row)
+        return rows, added
 
     def _resize(self, number: int, size: int) -> tuple[memoryview, int]:
         slots = np.asarray(self.shards[number][0])
