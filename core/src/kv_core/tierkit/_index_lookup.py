@@ -47,7 +47,7 @@ class IndexLookup(Lookups):
         # "present" again, and the end of the back-off. Oldest failure first.
         self._failed: dict[OffloadKey, tuple[int, float]] = {}
         self._sequence = 0
-        self._counts = [0, 0, 0, 0]
+        self._hits = self._misses = self._errors = 0
 
     # -- requests and questions -----------------------------------------------------------------
 
@@ -71,13 +71,33 @@ class IndexLookup(Lookups):
     @override
     def ask(self, key: OffloadKey, req_id: str) -> LookupAnswer:
         """Answer one lookup."""
+        if self._failed:
+            return self._ask_in_doubt(key, req_id)
+        # Everything here is part of what a lookup costs the engine's thread.
+        try:
+            verdicts = self._requests[req_id].verdicts
+        except KeyError:
+            verdicts = self._start(req_id).verdicts
+        present = self._exists(key)
+        if key not in verdicts:
+            if present:
+                verdicts[key] = HIT
+                self._hits += 1
+            else:
+                verdicts[key] = MISS
+                self._misses += 1
+        return present
+
+    def _ask_in_doubt(self, key: OffloadKey, req_id: str) -> LookupAnswer:
+        """Answer while there are blocks that could not be read."""
         request = self._requests.get(req_id) or self._start(req_id)
-        avoided = self._failed and self._is_avoided(key, request)
+        avoided = self._is_avoided(key, request)
         present = not avoided and self._exists(key)
         if key not in request.verdicts:
-            verdict = ERROR if avoided else HIT if present else MISS
-            request.verdicts[key] = verdict
-            self._counts[verdict] += 1
+            request.verdicts[key] = ERROR if avoided else HIT if present else MISS
+            self._errors += avoided
+            self._hits += present
+            self._misses += not (avoided or present)
         return present
 
     @override
@@ -92,8 +112,9 @@ class IndexLookup(Lookups):
             present = exists(key)
             answers.append(present)
             if key not in verdicts:
-                verdict = verdicts[key] = HIT if present else MISS
-                self._counts[verdict] += 1
+                verdicts[key] = HIT if present else MISS
+                self._hits += present
+                self._misses += not present
         return answers
 
     def _is_avoided(self, key: OffloadKey, request: LookupRequest) -> bool:
@@ -155,8 +176,8 @@ class IndexLookup(Lookups):
             request = claim.request
             if request is not None and request.verdicts.get(key) == HIT:
                 request.verdicts[key] = MISS
-                self._counts[HIT] -= 1
-                self._counts[MISS] += 1
+                self._hits -= 1
+                self._misses += 1
 
     def _purge_failures(self) -> None:
         now = self._clock()
@@ -172,10 +193,9 @@ class IndexLookup(Lookups):
     @override
     def stats(self) -> dict[str, float]:
         """Return the shared lookup measurements."""
-        hits, misses, errors = self._counts[HIT], self._counts[MISS], self._counts[ERROR]
         return {
-            "lookup_queries": float(hits + misses + errors),
-            "lookup_hits": float(hits),
-            "lookup_misses": float(misses),
-            "lookup_errors": float(errors),
+            "lookup_queries": float(self._hits + self._misses + self._errors),
+            "lookup_hits": float(self._hits),
+            "lookup_misses": float(self._misses),
+            "lookup_errors": float(self._errors),
         }

@@ -103,6 +103,46 @@ def test_equal_hashes_do_not_make_equal_keys(monkeypatch: pytest.MonkeyPatch) ->
     assert [index.locate(key) for key in keys[:30]] == expected
 
 
+def test_neighbours_are_compared_in_full() -> None:
+    """What was stored behind the block that was found last is tried first, and may have changed."""
+    index, segment = BlockIndex(), segment_of(1)
+    index.put(segment, keys_of(*range(10)), range(10), range(10))
+    assert all(key in index for key in keys_of(0, 1, 2))
+    assert index.remove(key_of(3), segment, 3)
+    assert key_of(3) not in index
+    index.put(segment, keys_of(33), [33], [33])
+    assert all(key in index for key in keys_of(0, 1, 2))
+    assert (key_of(3) in index, index.locate(key_of(33))) == (False, (segment, 33, 33))
+    for wanted in (range(10), range(9, -1, -1), (5, 6, 3, 4, 5, 4, 5, 6)):
+        found = [index.locate(key) for key in keys_of(*wanted)]
+        assert found == [None if n == 3 else (segment, n, n) for n in wanted]
+
+
+def test_nothing_is_found_in_memory_that_no_block_has_yet() -> None:
+    """Not even a key of zeros, right behind the last block that memory was taken for."""
+    zeros = OffloadKey(bytes(36))
+    index, segment = BlockIndex(), segment_of(1)
+    for number in range(600):
+        index.put(segment, keys_of(number), [number], [number])
+        assert index.locate(key_of(max(0, number - 1)))
+        assert key_of(number) in index
+        assert zeros not in index
+        assert index.locate(zeros) is None
+
+
+def test_a_key_that_comes_twice_in_one_put_is_in_both_places() -> None:
+    """The later one is the current one; keys of other lengths may be between them."""
+    index, segment = BlockIndex(), segment_of(1)
+    listener = Listener(index)
+    keys = [key_of(1), key_of(2, 20), key_of(1), key_of(3)]
+    index.put(segment, keys, range(4), range(4))
+    assert index.places(key_of(1)) == [(segment, 2, 2), (segment, 0, 0)]
+    index.put(segment, [key_of(4), key_of(4)], [4, 5], [4, 5])
+    assert index.places(key_of(4)) == [(segment, 5, 5), (segment, 4, 4)]
+    assert listener.present == set(keys) | {key_of(4)}
+    assert (len(index), segment.live_blocks) == (4, 4)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_index_equals_a_dict(seed: int) -> None:
     """Through thousands of random puts, removals, copies and drops, applied late."""

@@ -151,10 +151,22 @@ class BlockIndex:
 
     def __contains__(self, key: bytes) -> bool:
         """Say whether a block is present. That is a use: somebody is about to load it."""
-        table = self._tables.get(len(key))
-        if table is None:
+        try:
+            table = self._tables[len(key)]
+        except KeyError:
             return False
         # KeyTable.find, once more: the call would be a tenth of a lookup.
+        row = table.guess
+        if row:
+            if table.keys.startswith(key, row * table.key_bytes) and row < table.num_rows:
+                number = table.segments[row]
+                if number != NOWHERE:
+                    table.guess = row + 1
+                    if self._segments[number].gone:
+                        return False
+                    table.uses[row] = self._used
+                    return True
+            table.guess = table.last = 0
         digest = hash(key)
         shard, mask = table.shards[digest & 0xFF]
         tag = digest >> 8 & 0xFFFF_FFFF
@@ -163,6 +175,9 @@ class BlockIndex:
             if slot >> 32 == tag:
                 row = slot & 0xFFFF_FFFF
                 if table.keys.startswith(key, row * table.key_bytes):
+                    if row == table.last + 1:
+                        table.guess = row + 1
+                    table.last = row
                     if self._segments[table.segments[row]].gone:
                         return False
                     table.uses[row] = self._used

@@ -2,7 +2,8 @@
 
 A dict would take 160 bytes and more a block. This takes the bytes of the keys and about forty
 more: the keys lie in flat pieces of memory, a slot of the hash table is one number (32 bits of the
-hash, 32 bits of the row), columns are arrays.
+hash, 32 bits of the row), columns are arrays. Rows are given out one after the other, and a prompt
+asks for what was stored one after the other: the row behind the last one is tried before any hash.
 
 The hash table is cut into shards. Each grows alone, so that the growth of a large table never
 stops the engine for longer than a shard takes. Collisions go to the next slot (a shard does not
@@ -87,6 +88,8 @@ class KeyTable:
         checksums: Column: checksum of the block, ``uint64``.
         uses: Column: use counter at the latest use, ``uint32``.
         num_rows: Rows that have been taken so far, free ones included.
+        guess: Row that is tried first; 0 while rows that were found did not follow each other.
+        last: Row that was found last.
     """
 
     __slots__ = (
@@ -94,8 +97,10 @@ class KeyTable:
         "_counts",
         "_free",
         "checksums",
+        "guess",
         "key_bytes",
         "keys",
+        "last",
         "num_rows",
         "segments",
         "shards",
@@ -115,7 +120,7 @@ class KeyTable:
         self.keys = bytearray()
         self._free: list[int] = []
         self._appended: list[tuple[int, npt.NDArray[np.int64]]] = []
-        self.num_rows = 0
+        self.num_rows = self.guess = self.last = 0
         self._set_columns(max(expected_rows, _FIRST_ROWS), 0)
         self._take_rows(_FIRST_ROW)
 
@@ -136,6 +141,16 @@ class KeyTable:
 
     def find(self, key: bytes) -> int:
         """Return the row of a key, or -1."""
+        row = self.guess
+        if row:
+            if (
+                self.keys.startswith(key, row * self.key_bytes)
+                and row < self.num_rows
+                and self.segments[row] != NOWHERE
+            ):
+                self.guess = row + 1
+                return row
+            self.guess = self.last = 0
         digest = hash(key)
         shard, mask = self.shards[digest & 0xFF]
         tag = digest >> 8 & 0xFFFF_FFFF
@@ -144,6 +159,9 @@ class KeyTable:
             if slot >> 32 == tag:
                 row = slot & 0xFFFF_FFFF
                 if self.keys.startswith(key, row * self.key_bytes):
+                    if row == self.last + 1:
+                        self.guess = row + 1
+                    self.last = row
                     return row
             at += 1
         return -1
