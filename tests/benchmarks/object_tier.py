@@ -60,7 +60,7 @@ class Sizes:
 
 
 _FULL: Final = Sizes(
-    scale=Scale((_MIB, 4 * _MIB), (2, 1), 9, 1000, 9),
+    scale=Scale((_MIB, 4 * _MIB), (4, 1), 9, 1000, 9),
     blocking_sizes=(_MIB, 4 * _MIB),
     blocking_s=10.0,
     growth_blocks=10_000,

@@ -63,9 +63,8 @@ def speed_budgets(speeds: Speeds, name: str, vllm: str | None) -> Iterator[Budge
     for size in sizes:
         label = f"{size // 1024} KiB"
         for kind in kinds:
-            mine = speeds.median((name, kind, size, BUDGET_JOB))
-            if mine is not None:
-                found = mine / speeds.raw(kind, size)
+            found = speeds.of_raw(name, kind, size)
+            if found is not None:
                 yield Budget(f"{kind}, {label}, of {RAW}", found, _OF_RAW)
         if vllm is None:
             continue

@@ -7,7 +7,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from _fs_bench._raw import THREADS, RawDisk, fio_bytes_per_s
 
@@ -36,6 +36,7 @@ RAW: Final = "raw"
 
 _SMALL_BYTES: Final = 2**16
 _OTHER_REPEATS: Final = 2
+_PILOTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Speeds:
 
     def __init__(self) -> None:
         self._samples: defaultdict[Line, list[float]] = defaultdict(list)
+        self._threads: dict[tuple[str, int], int] = {}
 
     def add(self, line: Line, num_bytes: int, seconds: float) -> None:
         """Note a sample."""
@@ -84,11 +86,7 @@ class Speeds:
         return statistics.median(samples) if samples else None
 
     def ratio(self, line: Line, other: Line) -> float | None:
-        """Return the median of one line over that of another.
-
-        Of the medians and not the median of ratios: raw speed is the best of several numbers of
-        threads, which would be the luckiest of them in each repeat.
-        """
+        """Return the median of one line over that of another."""
         mine, base = self.median(line), self.median(other)
         return None if mine is None or base is None else mine / base
 
@@ -119,13 +117,29 @@ class Speeds:
             )
         return sorted(lines, key=lambda line: (str(line["name"]) != RAW, str(line["name"])))
 
+    def choose_threads(self, kind: str, block_bytes: int, threads: int) -> None:
+        """Say with how many threads the disk is fastest."""
+        self._threads[kind, block_bytes] = threads
+
     def raw(self, kind: str, block_bytes: int) -> float:
-        """Return the best of the raw lines, one for each number of threads."""
-        return max(
-            median
-            for (name, what, size, _), median in self.lines()
-            if name.startswith(RAW) and (what, size) == (kind, block_bytes)
-        )
+        """Return the median of the raw line with the best number of threads."""
+        return statistics.median(self._samples[self._raw_line(kind, block_bytes)])
+
+    def of_raw(self, name: str, kind: str, block_bytes: int) -> float | None:
+        """Return the median of the ratios to raw speed, each to a sample of about the same moment.
+
+        The best number of threads has been found out before. The best of several medians would be
+        the luckiest of them.
+        """
+        mine = self._samples.get((name, kind, block_bytes, BUDGET_JOB))
+        if not mine:
+            return None
+        raw = self._samples[self._raw_line(kind, block_bytes)]
+        return statistics.median(found / base for found, base in zip(mine, raw, strict=True))
+
+    def _raw_line(self, kind: str, block_bytes: int) -> Line:
+        threads = self._threads[kind, block_bytes]
+        return f"{RAW} {threads}", kind, block_bytes, 1 if kind == "single" else BUDGET_JOB
 
 
 def measure_throughput(
@@ -141,6 +155,8 @@ def measure_throughput(
     """Measure everything, block size by block size; within a repeat all take turns.
 
     The first contender with jobs of every size, the others with those that there are budgets for.
+    The disk has its turn right before or after the first one's: its speed changes from minute to
+    minute.
 
     Raises:
         RuntimeError: A loaded block is not what was stored.
@@ -150,60 +166,77 @@ def measure_throughput(
         say(f"blocks of {block_bytes // 1024} KiB")
         for contender in contenders:
             _warm_up(contender, folder, memory, block_bytes, random)
+        raw = partial(_measure_raw, folder, memory, block_bytes, scale, random, direct=direct)
+        best = _find_best_threads(speeds, folder, block_bytes, raw)
         for repeat in range(scale.repeats):
-            turns: list[Callable[[], None]] = [
-                partial(
-                    _measure_raw, speeds, folder, memory, block_bytes, scale, random, direct=direct
-                )
-            ]
-            turns += [
-                partial(
-                    _measure_tier,
-                    speeds,
-                    contender,
-                    folder,
-                    memory,
-                    block_bytes,
-                    job,
-                    scale,
-                    random,
-                )
+            tiers = [
+                [partial(_measure_tier, speeds, contender, folder, memory, block_bytes, job, scale)]
                 for contender in contenders
                 for job in scale.job_sizes
                 # The first is the one that the run is about; other sizes of jobs have no budget.
                 if job == BUDGET_JOB or (contender is contenders[0] and repeat < _OTHER_REPEATS)
             ]
-            for turn in random.permutation(len(turns)).tolist():
-                turns[turn]()
-                settle(folder)
+            judged = scale.job_sizes.index(BUDGET_JOB) if repeat < _OTHER_REPEATS else 0
+            disk = [partial(_note_raw, speeds, block_bytes, threads, raw) for threads in best]
+            disk_first = bool(random.integers(2))
+            tiers[judged] = [*disk, *tiers[judged]] if disk_first else [*tiers[judged], *disk]
+            for place in random.permutation(len(tiers)).tolist():
+                for turn in tiers[place]:
+                    turn(random)
+                    settle(folder)
     return speeds
 
 
+Raw: TypeAlias = "Callable[[int], dict[str, tuple[int, float]]]"
+"""Returns the bytes and seconds of each kind of transfer, for a number of threads."""
+
+
+def _find_best_threads(speeds: Speeds, folder: Path, block_bytes: int, raw: Raw) -> set[int]:
+    """Find out with how many threads the disk is fastest, for each kind of transfer."""
+    found: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for _ in range(_PILOTS):
+        for threads in THREADS:
+            for kind, (num_bytes, seconds) in raw(threads).items():
+                speed = num_bytes / seconds
+                found[kind][threads] = max(speed, found[kind].get(threads, 0.0))
+            settle(folder)
+    best = {kind: max(by_threads, key=by_threads.__getitem__) for kind, by_threads in found.items()}
+    for kind, threads in best.items():
+        speeds.choose_threads(kind, block_bytes, threads)
+    return set(best.values())
+
+
+def _note_raw(
+    speeds: Speeds, block_bytes: int, threads: int, raw: Raw, random: np.random.Generator
+) -> None:
+    del random
+    for kind, measured in raw(threads).items():
+        job_blocks = 1 if kind == "single" else BUDGET_JOB
+        speeds.add((f"{RAW} {threads}", kind, block_bytes, job_blocks), *measured)
+
+
 def _measure_raw(
-    speeds: Speeds,
     folder: Path,
     memory: Memory,
     block_bytes: int,
     scale: Scale,
     random: np.random.Generator,
+    threads: int,
     *,
     direct: bool,
-) -> None:
+) -> dict[str, tuple[int, float]]:
     plan = memory.plan(scale.num_blocks(block_bytes), block_bytes, random)
     num_bytes = len(plan.keys) * block_bytes
     singles = _single_places(plan, block_bytes, scale, random)
-    for threads in random.permutation(THREADS).tolist():
-        name = f"{RAW} {threads}"
-        disk = RawDisk(folder, memory, plan, block_bytes, direct=direct)
-        try:
-            seconds = disk.store(threads)
-            speeds.add((name, "store", block_bytes, BUDGET_JOB), num_bytes, seconds)
-            seconds = disk.load()
-            speeds.add((name, "load", block_bytes, BUDGET_JOB), num_bytes, seconds)
-            seconds = disk.load_single(singles, threads)
-            speeds.add((name, "single", block_bytes, 1), len(singles) * block_bytes, seconds)
-        finally:
-            disk.close()
+    disk = RawDisk(folder, memory, plan, block_bytes, direct=direct)
+    try:
+        return {
+            "store": (num_bytes, disk.store(threads)),
+            "load": (num_bytes, disk.load()),
+            "single": (len(singles) * block_bytes, disk.load_single(singles, threads)),
+        }
+    finally:
+        disk.close()
 
 
 def _warm_up(

@@ -40,8 +40,8 @@ def free_slots(driver: TierDriver) -> float:
 
 
 def all_free(driver: TierDriver) -> bool:
-    """Say whether no slot is held; 32 blocks in flight have twice as many."""
-    return free_slots(driver) == 64
+    """Say whether no slot is held; 16 blocks in flight have twice as many."""
+    return free_slots(driver) == 32
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -121,7 +121,7 @@ def test_a_job_ends_in_time_whatever_nixl_does(open_tier: Open, world: World) ->
     driver.store(KEYS[:2])
     world.stuck.add(NAME)
     job = driver.submit_load(KEYS[:2])
-    until(lambda: free_slots(driver) == 63)
+    until(lambda: free_slots(driver) == 31)
     clock.turn(6)
     result = driver.wait(job)
     assert result.successful_keys == (KEYS[1],)
@@ -130,7 +130,7 @@ def test_a_job_ends_in_time_whatever_nixl_does(open_tier: Open, world: World) ->
     assert driver.tier.get_stats()["stalled_jobs"] == 1
     assert driver.tier.get_stats()["obj_requests_given_up"] == 1
     # The job is over. What NIXL still writes, it does not write here.
-    assert free_slots(driver) == 63
+    assert free_slots(driver) == 31
     world.let_go()
     until(lambda: all_free(driver))
     with driver.primary.block(driver.primary.num_blocks - 2) as block:
@@ -143,7 +143,7 @@ def test_a_store_that_hangs_sends_what_it_was_given(open_tier: Open, world: Worl
     driver = open_tier(clock=clock, job_deadline_s=5)
     world.stuck.add(NAME)
     job = driver.submit_store(KEYS[:1])
-    until(lambda: free_slots(driver) == 63)
+    until(lambda: free_slots(driver) == 31)
     clock.turn(6)
     assert not driver.wait(job).success
     driver.poison(0)
@@ -164,7 +164,7 @@ def test_a_request_has_a_time_of_its_own(open_tier: Open, world: World) -> None:
     assert result.error is not None
     assert "request_timeout_s" in result.error.message
     assert driver.tier.get_stats()["s3_errors_timeout"] == 1
-    assert free_slots(driver) == 63
+    assert free_slots(driver) == 31
 
 
 def test_stores_that_hang_keep_no_load_from_moving(open_tier: Open, world: World) -> None:
@@ -187,7 +187,7 @@ def test_a_shutdown_waits_for_no_transfer_that_hangs(open_tier: Open, world: Wor
     driver.store(KEYS[:1])
     world.stuck.add(NAME)
     job = driver.submit_load(KEYS[:1])
-    until(lambda: free_slots(driver) == 63)
+    until(lambda: free_slots(driver) == 31)
     driver.close()
     assert any(thread.name == "kv-obj-loads" for thread in threading.enumerate())
     assert [result.job_id for result in driver.poll()] == [job]

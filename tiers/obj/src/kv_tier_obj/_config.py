@@ -31,6 +31,10 @@ def slot_bytes_of(object_bytes: int) -> int:
 class ObjConfig(BucketConfig):
     """What an operator can set of the tier ``obj``."""
 
+    io_threads: int = Field(default=16, ge=2, le=256)
+    """Blocks in flight, of which at most half are stores. Twice 'threads' keep NIXL busy, and the
+    fewer slots there are, the sooner each is used again, with its memory at hand.
+    """
     staging_bytes: int = Field(default=2**28, ge=2**16)
     """Most memory for copies of blocks in flight, registered with NIXL once; half of it is the
     largest block. Bytes, or text such as '256MiB'.

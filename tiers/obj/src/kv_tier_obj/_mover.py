@@ -49,9 +49,8 @@ _LOCAL: Final = "NIXL_INIT_AGENT"
 
 _SHORTEST_PAUSE_S: Final = 0.0005
 _LONGEST_PAUSE_S: Final = 0.004
-_PAUSE_SHARE: Final = 0.125
-"""Between two looks at what runs: a share of the time that lately passed from one end to the next.
-NIXL has work enough meanwhile, but a job waits for the last of its blocks."""
+"""Between two looks at what runs: about the time that lately passed from one end to the next. Each
+look costs; NIXL has work enough meanwhile, but a job waits for the last of its blocks."""
 
 _HANGING_AFTER_S: Final = 1.0
 _HANGING_PAUSE_S: Final = 0.02
@@ -224,7 +223,7 @@ class Mover:
                 now = time.monotonic()
                 gap_s += ((now - ended_at) / max(1, len(ended)) - gap_s) / 4
                 ended_at = now
-                pause_s = min(max(gap_s * _PAUSE_SHARE, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+                pause_s = min(max(gap_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
             elif time.monotonic() - ended_at > _HANGING_AFTER_S:
                 pause_s = _HANGING_PAUSE_S
             if stopping and not self._running:
