@@ -254,14 +254,19 @@ class Outage:
             self.has_begun = True
             self._began = time.monotonic()
             self._begin()
-        if self._end is None or self.is_over or self._finished < self._until:
+        if self._finished >= self._until and time.monotonic() - self._began >= self._least_s:
+            self.end()
+
+    def end(self) -> None:
+        """End it, if that has not been done: as late as it is to end at least."""
+        if self._end is None or self.is_over:
             return
-        if time.monotonic() - self._began >= self._least_s:
-            self.is_over = True
-            self._end()
-            # The engine leaves a tier alone for so long after failures; the rest of the trace may
-            # be served in less on an idle machine.
-            time.sleep(ENGINE_OPTIONS["degraded_backoff_max_s"])
+        time.sleep(max(0.0, self._began + self._least_s - time.monotonic()))
+        self.is_over = True
+        self._end()
+        # The engine leaves a tier alone for so long after failures; the rest of the trace may be
+        # served in less on an idle machine.
+        time.sleep(ENGINE_OPTIONS["degraded_backoff_max_s"])
 
 
 @final
@@ -312,6 +317,8 @@ class Engine:
         else:
             report = self._engine.run(outage.note_finished, outage.look)
             assert outage.has_begun
+            # The engine may have gone on without the store, and faster than that comes back.
+            outage.end()
         assert report.requests_finished == report.requests == self._requests
         assert report.bytes_wrong == 0
         assert report.jobs_unfinished == 0

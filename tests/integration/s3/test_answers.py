@@ -169,7 +169,7 @@ def test_a_lookup_is_told_by_what_the_body_of_another_answer_says(
     [
         (Cut(1000), JobErrorKind.FAILED, "network"),
         (Cut(0), JobErrorKind.FAILED, "network"),
-        (Slow(16, 0.2), JobErrorKind.STALLED, "timeout"),
+        (Slow(16, 0.2), None, "timeout"),
         (Rewrite(lambda body: body[:-300]), JobErrorKind.DAMAGED, None),
         (Rewrite(lambda body: body[:0]), JobErrorKind.DAMAGED, None),
         (Rewrite(lambda body: body + bytes(3000)), JobErrorKind.DAMAGED, None),
@@ -178,7 +178,7 @@ def test_a_lookup_is_told_by_what_the_body_of_another_answer_says(
     ids=["cut", "cut at once", "trickle", "shortened", "emptied", "lengthened", "changed"],
 )
 def test_a_spoiled_block_is_not_loaded(
-    tier: TierDriver, proxy: Meddler, what: Any, kind: JobErrorKind, counted: str | None
+    tier: TierDriver, proxy: Meddler, what: Any, kind: JobErrorKind | None, counted: str | None
 ) -> None:
     """A connection that breaks has damaged nothing; a block that is wrong is removed."""
     spoil(proxy, what, "GET")
@@ -186,7 +186,9 @@ def test_a_spoiled_block_is_not_loaded(
     result = tier.load([KEYS[0]])
     assert time.monotonic() - began < 4.0 + 3.0
     assert result.error is not None
-    assert result.error.kind is kind, result.error
+    # A trickle meets the deadline of the job or that of the client, whichever is looked at first.
+    slow = {JobErrorKind.STALLED, JobErrorKind.FAILED}
+    assert result.error.kind in ({kind} if kind else slow), result.error
     assert counted is None or errors(tier).get(counted, 0) > 0
     heal(proxy)
     assert tier.load([KEYS[1]]).success

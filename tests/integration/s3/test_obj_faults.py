@@ -312,7 +312,7 @@ def test_answers_that_are_spoiled(
 
     proxy.rule = spoil
     # A trickle takes longer than a request may, and nothing else does.
-    slow = {"job_deadline_s": 5.0, "lookup_deadline_s": 20.0, "request_timeout_s": 2.0}
+    slow = {"job_deadline_s": 2.5, "lookup_deadline_s": 20.0, "request_timeout_s": 2.0}
     report = serve({**chosen, **slow})
     assert report.stats["tier.obj.load_failures"] > 0
     proxy.rule = lambda _: None
