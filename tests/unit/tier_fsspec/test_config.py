@@ -26,11 +26,17 @@ def config(**settings: Any) -> FsspecConfig:
     [
         ("/mnt/kv", "must begin with a protocol"),
         ("", "must begin with a protocol"),
-        ("simplecache::s3://bucket", "chains several filesystems|must begin with a protocol"),
+        ("simplecache::s3://bucket", "chains several filesystems"),
         ("blockcache://x::s3://bucket", "chains several filesystems"),
         ("sftp://user:secret@host/kv", "holds a password"),
         ("s3://", "names no place"),
         ("file:///", "names no place"),
+        ("file://mnt/kv", r"relative folder 'mnt/kv'.*file:///mnt/kv"),
+        ("FILE://localhost/kv", r"relative folder 'localhost/kv'"),
+        ("sftp://host", r"no folder on the server.*sftp://host/"),
+        ("ssh://host:22/", r"no folder on the server.*ssh://host:22/"),
+        ("sftp://host:abc/kv", "port 'abc'"),
+        ("az://container/x?sv=1&sig=secret", "has a query"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_refused(url: str, told: str) -> None:
@@ -39,6 +45,36 @@ def test_a_url_that_cannot_be_used_is_refused(url: str, told: str) -> None:
         config(url=url)
     assert caught.value.setting == "cold.url"
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("FILE:///mnt/KV", "file:///mnt/KV"),
+        ("file://~/kv", "file://~/kv"),
+        ("sftp://user@[::1]:22/kv", "sftp://user@[::1]:22/kv"),
+        ("file:///odd?name", "file:///odd?name"),
+    ],
+)
+def test_a_url_goes_to_the_filesystem_with_its_protocol_in_small_letters(
+    url: str, found: str
+) -> None:
+    """Another spelling would be a name below the working folder."""
+    assert config(url=url).url == found
+
+
+def test_options_that_only_look_like_secrets_are_shown() -> None:
+    """Which key file is missing is what the reader has to know."""
+    options = {"key_filename": "/etc/kv/id", "host_key_policy": "warning", "passphrase": SECRET}
+    found = config(url="sftp://host/kv", storage_options=options)
+    text = found.hide_secrets(f"warning: no file '/etc/kv/id' for {SECRET}")
+    assert text == "warning: no file '/etc/kv/id' for **********"
+
+
+def test_a_policy_for_host_keys_is_one_of_three() -> None:
+    """Told without a connection, with what was found."""
+    with pytest.raises(ConfigError, match=r"'host_key_policy'.*'yes'.*auto_add"):
+        config(url="sftp://host/kv", storage_options={"host_key_policy": "yes"})
 
 
 def test_an_unknown_setting_is_named() -> None:

@@ -94,11 +94,12 @@ def test_a_folder_that_is_not_there_is_told(
 def test_a_folder_without_blocks_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There is nothing to list, and nothing wrong."""
+    """There is nothing to list, and nothing wrong; but a check that checks nothing is none."""
     (tmp_path / "something-else").mkdir()
     assert main(["object", "ls", f"file://{tmp_path}"]) == 0
     assert "holds no namespace" in capsys.readouterr().out
-    assert main(["object", "fsck", f"file://{tmp_path}"]) == 0
+    assert main(["object", "fsck", f"file://{tmp_path}"]) == 2
+    assert "holds no namespace; name the folder" in capsys.readouterr().err
 
 
 def test_an_unknown_namespace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kv_core.contract import Capability, parse_tier_config
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, KVCoreError
 from kv_tier_fsspec import FsspecConfig, kv_core_register_tier
-from kv_tier_fsspec._filesystem import publication_of
+from kv_tier_fsspec._filesystem import publication_of, warn_of_assumption
 from kv_tier_fsspec._protocols import Publication, protocol_named
 
 LASTING = frozenset({Capability.INTEGRITY, Capability.PERSISTENT, Capability.SHARED})
@@ -27,7 +27,6 @@ def config(url: str, **settings: Any) -> FsspecConfig:
         ("sftp://host/folder", Publication.RENAME),
         ("s3://bucket/prefix", Publication.PUT),
         ("az://container/prefix", Publication.PUT),
-        ("gs://bucket/prefix", Publication.PUT),
     ],
 )
 def test_storages_outside_the_process_last_and_are_shared(
@@ -38,6 +37,26 @@ def test_storages_outside_the_process_last_and_are_shared(
     assert spec.refine is not None
     assert spec.refine(config(url)).capabilities == LASTING
     assert publication_of(config(url)) is publication
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "told"),
+    [
+        ("foo://x/y", {}, "no filesystem for the protocol 'foo'"),
+        ("foo://x/y", {"publication": "put"}, "no filesystem for the protocol 'foo'"),
+        ("gs://bucket/prefix", {}, "Install"),
+        ("webhdfs://host/folder", {}, "Set 'publication'"),
+        ("abfs://container/x", {"publication": "rename"}, "store an object in one request"),
+    ],
+)
+def test_what_no_engine_could_open_is_refused_before(
+    url: str, settings: dict[str, Any], told: str
+) -> None:
+    """Whoever checks a configuration hears of it."""
+    spec = kv_core_register_tier()
+    assert spec.refine is not None
+    with pytest.raises(KVCoreError, match=told):
+        spec.refine(config(url, **settings))
 
 
 def test_memory_neither_lasts_nor_is_shared() -> None:
@@ -64,10 +83,11 @@ def test_an_unknown_protocol_must_say_how_blocks_appear() -> None:
 
 
 def test_an_unknown_protocol_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    """What is assumed is said, once for each tier that is opened."""
-    assert publication_of(config("webhdfs://host/folder", publication="rename")) is (
-        Publication.RENAME
-    )
+    """What is assumed is said."""
+    chosen = config("webhdfs://host/folder", publication="rename")
+    assert publication_of(chosen) is Publication.RENAME
+    warn_of_assumption(chosen)
+    warn_of_assumption(config("sftp://host/folder"))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "'webhdfs'" in caplog.text
 

@@ -50,7 +50,15 @@ def _limits(config: FsspecConfig) -> TierLimits:
 
 
 def _refine(config: FsspecConfig) -> TierSpec:
-    """Return the declaration for a URL: what its protocol keeps."""
+    """Return the declaration for a URL: what its protocol keeps.
+
+    Raises:
+        ConfigError: Its filesystem cannot publish blocks as it is asked to.
+        TierOpenError: There is no such filesystem.
+    """
+    from kv_tier_fsspec._filesystem import check_filesystem
+
+    check_filesystem(config)
     capabilities = protocol_named(config.protocol).capabilities
     return replace(kv_core_register_tier(), capabilities=capabilities)
 

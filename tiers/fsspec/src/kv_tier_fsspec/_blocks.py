@@ -116,6 +116,10 @@ def open_error(config: ObjectConfig, error: BaseException, doing: str) -> TierOp
     if isinstance(error, PermissionError):
         advice = "The storage refuses access: check the credentials, and what they are allowed to "
         advice += "do"
+        if config.is_local:
+            advice = "Choose a folder that this process can make and write"
+    elif isinstance(error, NotADirectoryError):
+        advice = "A file is where a folder should be: choose another place, or move it away"
     elif isinstance(error, ABSENT_ERRORS):
         advice = "The place that the settings name does not exist and cannot be made"
     elif isinstance(error, TimeoutError):

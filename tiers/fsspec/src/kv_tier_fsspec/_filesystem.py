@@ -21,11 +21,34 @@ if TYPE_CHECKING:
 
     from kv_tier_fsspec._config import FsspecConfig
 
-__all__ = ["filesystem_class", "make_filesystem", "options_of", "publication_of"]
+__all__ = [
+    "check_filesystem",
+    "filesystem_class",
+    "make_filesystem",
+    "options_of",
+    "publication_of",
+    "warn_of_assumption",
+]
 
 logger = logging.getLogger(__name__)
 
 _NO_CACHES: Final = {"skip_instance_cache": True, "use_listings_cache": False}
+
+
+def check_filesystem(config: FsspecConfig) -> None:
+    """See that there is a filesystem for the settings, and that it can publish blocks.
+
+    Raises:
+        ConfigError: It cannot as it is asked to, or the settings do not say how.
+        TierOpenError: There is none.
+    """
+    kind = filesystem_class(config.protocol)
+    if publication_of(config) is Publication.RENAME and kind.async_impl:
+        raise ConfigError(
+            f"'publication' is 'rename', but filesystems of protocol {config.protocol!r} store an "
+            "object in one request; leave it out, or set it to 'put'",
+            setting="publication",
+        )
 
 
 def publication_of(config: FsspecConfig) -> Publication:
@@ -34,17 +57,9 @@ def publication_of(config: FsspecConfig) -> Publication:
     Raises:
         ConfigError: The protocol is not known, and the settings do not say.
     """
-    known = protocol_named(config.protocol).publication
     if config.publication is not Publication.AUTO:
-        if known is None:
-            logger.warning(
-                "nothing is known of how a filesystem of protocol %r makes a whole block appear at "
-                "once; 'publication' says %r. If that is not so, readers see parts of blocks, "
-                "which count as damaged",
-                config.protocol,
-                config.publication.value,
-            )
         return config.publication
+    known = protocol_named(config.protocol).publication
     if known is None:
         raise ConfigError(
             f"it is not known how a filesystem of protocol {config.protocol!r} makes a whole block "
@@ -54,6 +69,18 @@ def publication_of(config: FsspecConfig) -> Publication:
             setting="publication",
         )
     return known
+
+
+def warn_of_assumption(config: FsspecConfig) -> None:
+    """Say in the log what is only assumed of the filesystem."""
+    if protocol_named(config.protocol).publication is None:
+        logger.warning(
+            "nothing is known of how a filesystem of protocol %r makes a whole block appear at "
+            "once; 'publication' says %r. If that is not so, readers see parts of blocks, "
+            "which count as damaged",
+            config.protocol,
+            config.publication.value,
+        )
 
 
 def filesystem_class(protocol: str) -> type[AbstractFileSystem]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from kv_core.errors import ConfigError
-from kv_tier_fsspec._filesystem import filesystem_class, publication_of
-from kv_tier_fsspec._protocols import Publication
+from kv_tier_fsspec._filesystem import check_filesystem, filesystem_class, warn_of_assumption
 
 if TYPE_CHECKING:
     from kv_core.contract import SecondaryTierManager, TierContext
@@ -23,17 +21,12 @@ def make_tier(context: TierContext) -> SecondaryTierManager:
         TierOpenError: The storage cannot be used.
     """
     config = cast("FsspecConfig", context.config)
-    publication = publication_of(config)
+    check_filesystem(config)
+    warn_of_assumption(config)
     if not filesystem_class(config.protocol).async_impl:
         from kv_tier_fsspec._blocking import BlockingFsspecTier
 
         return BlockingFsspecTier(context)
-    if publication is Publication.RENAME:
-        raise ConfigError(
-            f"'publication' is 'rename', but filesystems of protocol {config.protocol!r} store an "
-            "object in one request; leave it out, or set it to 'put'",
-            setting="publication",
-        )
     if config.protocol in {"az", "abfs", "abfss"}:
         from kv_tier_fsspec._azure import AzureFsspecTier
 

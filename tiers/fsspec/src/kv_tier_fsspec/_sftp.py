@@ -373,16 +373,9 @@ class _Refuse(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # paramiko 
         )
 
 
-def _host_key_policy(name: Any) -> paramiko.MissingHostKeyPolicy:
-    if name == "reject":
-        return _Refuse()
-    if name not in _POLICIES:
-        raise ConfigError(
-            f"'host_key_policy' in 'storage_options' is {name!r}; expected 'reject', 'warning' or "
-            "'auto_add'",
-            setting="storage_options",
-        )
-    return _POLICIES[name]()
+def _host_key_policy(name: str) -> paramiko.MissingHostKeyPolicy:
+    """Return the policy of a name; the settings have been checked."""
+    return _Refuse() if name == "reject" else _POLICIES[name]()
 
 
 def _quieten() -> None:

@@ -72,13 +72,20 @@ class SftpFilesystem(SFTPFileSystem):  # type: ignore[misc]  # fsspec has no typ
     def makedirs(self, path: str, exist_ok: bool = False, **_: Any) -> None:
         """Make a folder and those above it, while others do the same."""
         try:
-            self.ftp.mkdir(path)
+            self._make_folder(path, exist_ok)
         except FileNotFoundError:
             parent = os.path.dirname(path)  # noqa: PTH120 - no path of this machine
             if parent in {"", path}:
                 raise
             self.makedirs(parent, exist_ok=True)
-            self.makedirs(path, exist_ok=exist_ok)
+            # Once: some servers say so of a folder that they do not want to make.
+            self._make_folder(path, exist_ok)
+
+    def _make_folder(self, path: str, exist_ok: bool) -> None:
+        try:
+            self.ftp.mkdir(path)
+        except FileNotFoundError:
+            raise
         except OSError:
             # "Failure": it is there, or something else is.
             if not exist_ok or not self._is_folder(path):

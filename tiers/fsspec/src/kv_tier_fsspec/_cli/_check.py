@@ -112,16 +112,24 @@ class _Checker:
             if problem and self._delete:
                 # A second look: an engine may have stored it anew, or the reading went wrong.
                 problem = await self._problem_of(entry)
-            if not problem:
-                return None
-            if self._delete:
-                await self._access.remove(entry.name)
         except FileNotFoundError:
             # An engine, or somebody else, has removed it in the meantime.
             return None
         except Exception as error:  # noqa: BLE001 - libraries raise anything; it is reported
             return Finding(entry.name, self._describe(error), is_damaged=False, is_deleted=False)
-        return Finding(entry.name, problem, is_damaged=True, is_deleted=self._delete)
+        if problem and self._delete:
+            return await self._remove(entry.name, problem)
+        return Finding(entry.name, problem, is_damaged=True, is_deleted=False) if problem else None
+
+    async def _remove(self, name: str, problem: str) -> Finding | None:
+        try:
+            await self._access.remove(name)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # noqa: BLE001 - damaged it is, whatever the removal says
+            problem = f"{problem}; it cannot be removed: {self._describe(error)}"
+            return Finding(name, problem, is_damaged=True, is_deleted=False)
+        return Finding(name, problem, is_damaged=True, is_deleted=True)
 
     async def _problem_of(self, entry: Entry) -> str:
         if entry.size_bytes != self._format.object_bytes:

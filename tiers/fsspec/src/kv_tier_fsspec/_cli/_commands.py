@@ -27,6 +27,7 @@ __all__ = ["add_commands"]
 ResultT = TypeVar("ResultT")
 
 _DAMAGE_STATUS: Final = 1
+_USAGE_STATUS: Final = 2
 _UNKNOWN_STATUS: Final = 3
 
 _Url = Annotated[
@@ -123,12 +124,18 @@ def _check(
     """Read every block and verify its trailer and checksum.
 
     Status 1: there is damage, and it was not deleted, or a namespace cannot be told. Status 3:
-    some blocks could not be read, so nothing is known of them.
+    some blocks could not be read, so nothing is known of them. Status 2: there is nothing to check.
     """
     from kv_tier_fsspec._cli._options import config_of
 
     config = config_of(url, option or [], options)
     outcome = _run(config, _check_all(config, namespace, delete=delete, reads=reads))
+    if not outcome.namespaces:
+        # Not a success: what was to be checked is somewhere else.
+        typer.echo(
+            f"error: {url} holds no namespace; name the folder that namespaces lie in", err=True
+        )
+        raise typer.Exit(_USAGE_STATUS)
     damaged = [finding for finding in outcome.findings if finding.is_damaged]
     unread = len(outcome.findings) - len(damaged)
     left = sum(not finding.is_deleted for finding in damaged)
@@ -167,6 +174,7 @@ class _Outcome:
     Attributes:
         findings: Blocks that failed.
         problems: By name, namespaces that could not be checked, and why.
+        namespaces: Namespaces that were found.
         objects: Blocks that were looked at.
         checked_bytes: Their bytes.
     """
@@ -174,6 +182,7 @@ class _Outcome:
     def __init__(self) -> None:
         self.findings: list[Finding] = []
         self.problems: dict[str, str] = {}
+        self.namespaces = 0
         self.objects = 0
         self.checked_bytes = 0
 
@@ -189,6 +198,7 @@ async def _check_all(
     with _progress() as progress:
         async with open_access(config) as (access, root):
             for found in await find_namespaces(access, root, only):
+                outcome.namespaces += 1
                 if found.namespace is None:
                     outcome.problems[found.name] = found.problem
                     continue
