@@ -185,6 +185,25 @@ def test_what_cannot_be_read_is_no_damage(
     assert driver.load(KEYS).success
 
 
+def test_damage_that_cannot_be_deleted_is_damage(
+    drive: Drive, file: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Told with both reasons, and status 1."""
+    driver = drive(file)
+    assert driver.store(KEYS).success
+    name = damage(driver, KEYS[0], b"cut")
+
+    async def refusing(self: BlockingAccess, name: str) -> None:
+        raise PermissionError(13, "Permission denied", name)
+
+    monkeypatch.setattr(BlockingAccess, "remove", refusing)
+    assert main(["object", "fsck", "--delete", "--json", file["url"]]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (found["name"], found["is_damaged"], found["is_deleted"]) == (name, True, False)
+    assert "3 bytes long" in found["problem"]
+    assert "cannot be removed: PermissionError" in found["problem"]
+
+
 def test_a_namespace_without_a_description_is_a_problem(
     drive: Drive, file: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,6 +188,13 @@ def test_a_misspelt_option_is_named(drive: Drive, sftp: dict[str, Any]) -> None:
         drive({**sftp, "storage_options": options})
 
 
+def test_a_folder_that_the_server_does_not_make_is_told(drive: Drive, sftp: dict[str, Any]) -> None:
+    """Some say "no such file" of one whose parent is there; the connection is as good as before."""
+    host = sftp["url"].partition("://")[2].partition("/")[0]
+    with pytest.raises(TierOpenError, match=r"FileNotFoundError.*cannot be made"):
+        drive({**sftp, "url": f"sftp://{host}/proc/kv"})
+
+
 def test_a_folder_in_the_place_of_a_block_is_damage(
     drive: Drive, sftp: dict[str, Any], tmp_path: Path
 ) -> None:
