@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -183,6 +184,17 @@ def test_entries_end_with_their_last_request(lab: Lab) -> None:
     assert lab.ask(K0, "b") is True
     lab.lookup.request_finished("b")
     assert lab.ask(K0, "c") is None
+
+
+def test_answered_questions_are_not_kept(lab: Lab) -> None:
+    """Not even until the deadline, which may be minutes away."""
+    key = example_key(77)
+    before = sys.getrefcount(key)
+    lab.know(key, True)
+    lab.lookup.request_finished("a")
+    lab.prober.batches.clear()
+    lab.lookup.end_step()
+    assert sys.getrefcount(key) == before
 
 
 def test_a_question_nobody_waits_for_is_withdrawn(lab: Lab) -> None:

@@ -202,7 +202,7 @@ class AsyncLookup:
         # Keys whose bad object is still there. Absent until stored again. Oldest first.
         self._lost: dict[OffloadKey, None] = {}
         self._batch: dict[OffloadKey, _Entry] = {}
-        self._posted: deque[tuple[float, list[Question]]] = deque()
+        self._posted: deque[tuple[float, OffloadKey, int]] = deque()
         self._inbox: deque[tuple[Question, bool | BaseException]] = deque()
         self._removals: deque[tuple[OffloadKey, int]] = deque()
         self._sequence = 0
@@ -323,11 +323,7 @@ class AsyncLookup:
         """Post the questions of the step, and give up those that are overdue."""
         self.read_news()
         now = self._clock()
-        while self._posted and now - self._posted[0][0] >= self._lookup_deadline_s:
-            for key, generation in self._posted.popleft()[1]:
-                entry = self._entries.get(key)
-                if entry is not None and entry.probing and entry.generation == generation:
-                    self._give_up(key, entry, now)
+        self._give_up_overdue(now)
         if self._failed:
             self._purge_failures()
         if self._batch:
@@ -335,9 +331,20 @@ class AsyncLookup:
             for key, entry in self._batch.items():
                 entry.asked_through = self._sequence
                 questions.append((key, entry.generation))
+                self._posted.append((now, key, entry.generation))
             self._batch.clear()
-            self._posted.append((now, questions))
             self._prober.post(questions)
+
+    def _give_up_overdue(self, now: float) -> None:
+        while self._posted:
+            posted_at, key, generation = self._posted[0]
+            entry = self._entries.get(key)
+            if entry is not None and entry.probing and entry.generation == generation:
+                if now - posted_at < self._lookup_deadline_s:
+                    return
+                self._give_up(key, entry, now)
+            # Answered ones are not kept until their deadline, which may be minutes away.
+            self._posted.popleft()
 
     def has_open_questions(self) -> bool:
         """Say whether further steps are needed to resolve what was asked."""
