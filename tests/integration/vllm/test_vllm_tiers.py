@@ -53,8 +53,9 @@ OBJ_SLICE: Final = (
 # What waits for minutes, or starts a new interpreter.
 SLOW_BY_HAND: Final = {"obj-without-telemetry", "obj-a-server-that-hangs"}
 
-# The random model test, one of DATA-1, blames one or the other for the same thing.
-BY_CHANCE: Final = "LOOK-3"
+# The random model test, one of DATA-1, blames one or the other for the same thing; and a process
+# that is killed leaves a temporary file only if it was writing one at that moment.
+BY_CHANCE: Final = ("LOOK-3", "PERS-3")
 
 
 def published(tier: str) -> dict[str, str]:
@@ -106,8 +107,9 @@ def test_the_file_system_tier_does_what_is_published(zygote: Zygote, tmp_path: P
         found = dict(outcomes(zygote, tmp_path / "usual", "fs", scale=1))
         slow = dict(outcomes(zygote, tmp_path / "slow", "fs", scale=10, clauses=IN_PROCESSES))
         found |= {clause: slow[clause] for clause in IN_PROCESSES}
-        assert found[BY_CHANCE] in ("passed", "failed")
-        found[BY_CHANCE] = expected[BY_CHANCE]
+        for clause in BY_CHANCE:
+            assert found[clause] in ("passed", "failed")
+            found[clause] = expected[clause]
     else:
         judged = dict(outcomes(zygote, tmp_path / "slice", "fs", scale=1, clauses=SLICE))
         # A test of one clause may see another broken.
