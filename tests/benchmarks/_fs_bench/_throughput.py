@@ -69,6 +69,11 @@ Line = tuple[str, str, int, int]
 """Contender, ``store``, ``load`` or ``single``, block bytes, blocks of a job."""
 
 
+def raw_line(threads: int, kind: str, block_bytes: int) -> Line:
+    """Return the line of the disk itself."""
+    return f"{RAW} {threads}", kind, block_bytes, 1 if kind == "single" else BUDGET_JOB
+
+
 class Speeds:
     """Samples of each line, in bytes per second."""
 
@@ -138,8 +143,7 @@ class Speeds:
         return statistics.median(found / base for found, base in zip(mine, raw, strict=True))
 
     def _raw_line(self, kind: str, block_bytes: int) -> Line:
-        threads = self._threads[kind, block_bytes]
-        return f"{RAW} {threads}", kind, block_bytes, 1 if kind == "single" else BUDGET_JOB
+        return raw_line(self._threads[kind, block_bytes], kind, block_bytes)
 
 
 def measure_throughput(
@@ -211,8 +215,7 @@ def _note_raw(
 ) -> None:
     del random
     for kind, measured in raw(threads).items():
-        job_blocks = 1 if kind == "single" else BUDGET_JOB
-        speeds.add((f"{RAW} {threads}", kind, block_bytes, job_blocks), *measured)
+        speeds.add(raw_line(threads, kind, block_bytes), *measured)
 
 
 def _measure_raw(
