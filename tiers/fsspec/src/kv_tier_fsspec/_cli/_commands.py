@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
-from kv_core.errors import KVCoreError
+from kv_core.errors import ConfigError, KVCoreError
 from kv_core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ __all__ = ["add_commands"]
 ResultT = TypeVar("ResultT")
 
 _DAMAGE_STATUS: Final = 1
-_USAGE_STATUS: Final = 2
 _UNKNOWN_STATUS: Final = 3
 
 _Url = Annotated[
@@ -130,12 +129,6 @@ def _check(
 
     config = config_of(url, option or [], options)
     outcome = _run(config, _check_all(config, namespace, delete=delete, reads=reads))
-    if not outcome.namespaces:
-        # Not a success: what was to be checked is somewhere else.
-        typer.echo(
-            f"error: {url} holds no namespace; name the folder that namespaces lie in", err=True
-        )
-        raise typer.Exit(_USAGE_STATUS)
     damaged = [finding for finding in outcome.findings if finding.is_damaged]
     unread = len(outcome.findings) - len(damaged)
     left = sum(not finding.is_deleted for finding in damaged)
@@ -174,7 +167,6 @@ class _Outcome:
     Attributes:
         findings: Blocks that failed.
         problems: By name, namespaces that could not be checked, and why.
-        namespaces: Namespaces that were found.
         objects: Blocks that were looked at.
         checked_bytes: Their bytes.
     """
@@ -182,7 +174,6 @@ class _Outcome:
     def __init__(self) -> None:
         self.findings: list[Finding] = []
         self.problems: dict[str, str] = {}
-        self.namespaces = 0
         self.objects = 0
         self.checked_bytes = 0
 
@@ -197,8 +188,14 @@ async def _check_all(
     outcome = _Outcome()
     with _progress() as progress:
         async with open_access(config) as (access, root):
-            for found in await find_namespaces(access, root, only):
-                outcome.namespaces += 1
+            namespaces = await find_namespaces(access, root, only)
+            if not namespaces:
+                # Not a success: what was to be checked is somewhere else.
+                raise ConfigError(
+                    f"{config.url} holds no namespace; name the folder that namespaces lie in",
+                    setting="url",
+                )
+            for found in namespaces:
                 if found.namespace is None:
                     outcome.problems[found.name] = found.problem
                     continue
