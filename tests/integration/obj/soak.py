@@ -47,6 +47,7 @@ BLOCKS: Final = 512
 STORED: Final = tuple(map(example_key, range(2000)))
 NEVER_STORED: Final = tuple(map(example_key, range(10_000, 10_050)))
 IN_FLIGHT: Final = 48
+IO_THREADS: Final = 16
 BUCKET: Final = "kv-soak"
 # On a machine that is busy with something else, late is not lost.
 PATIENT: Final = {"job_deadline_s": 600, "lookup_deadline_s": 120, "request_timeout_s": 300}
@@ -202,7 +203,7 @@ class _Run:
         stats = self._tier.get_stats()
         if stats["obj_requests_given_up"]:
             report.wrong.append("requests were given up")
-        slots = 2 * 32
+        slots = 2 * IO_THREADS
         if stats["obj_staging_slots_free"] != slots:
             report.wrong.append(f"{stats['obj_staging_slots_free']} of {slots} slots are free")
 
@@ -225,7 +226,12 @@ def soak(settings: dict[str, object], jobs: int, seed: int) -> Report:
     config = parse_tier_config(
         "obj",
         ObjConfig,
-        {"prefix": f"soak-{os.getpid()}-{seed}", **PATIENT, **settings},
+        {
+            "prefix": f"soak-{os.getpid()}-{seed}",
+            "io_threads": IO_THREADS,
+            **PATIENT,
+            **settings,
+        },
     )
     with TierDriver(ObjTier, config, num_blocks=BLOCKS, block_bytes=BLOCK_BYTES) as driver:
         # One request for all: what a tier remembers of requests is not what is looked for here.
