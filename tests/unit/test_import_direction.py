@@ -30,6 +30,7 @@ DIRECT: Final[dict[str, set[str]]] = {
     "errors": set(),
     "units": {"errors"},
     "keys": {"errors", "units"},
+    "terminal": set(),
     "contract": {"keys"},
     "model_identity": {"keys"},
     "tierkit": {"contract"},
@@ -44,7 +45,7 @@ DIRECT: Final[dict[str, set[str]]] = {
     "connector": {"device", "tiering"},
     "vllm": {"connector", "model_identity", "simple"},
     "workload": {"connector", "simple"},
-    "cli": {"model_identity", "workload"},
+    "cli": {"model_identity", "terminal", "workload"},
     "__main__": {"cli"},
 }
 
@@ -52,7 +53,7 @@ DIRECT: Final[dict[str, set[str]]] = {
 FOR_ALL: Final = {""}
 
 # What the packages of tiers may use of kv-core.
-FOR_TIERS: Final = {"", "contract", "errors", "keys", "tierkit", "units"}
+FOR_TIERS: Final = {"", "contract", "errors", "keys", "terminal", "tierkit", "units"}
 
 
 class Import(NamedTuple):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
 
+from kv_core.terminal import widened
 from kv_core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["level_shares", "print_reports"]
-
-_PIPE_WIDTH: Final = 120
 
 # Of the statistics of a tier, those that an operator should look into when they are not zero.
 _TROUBLES: Final = (
@@ -38,9 +37,7 @@ def print_reports(
         reports: Runs as :meth:`ReplayReport.to_json` gives them.
         titles: Heading of each run.
     """
-    if not console.is_terminal:
-        # In a pipe rich assumes 80 columns, which would fold every cell.
-        console.width = max(console.width, _PIPE_WIDTH)
+    widened(console)
     console.print(_levels_table(reports, titles))
     console.print(_hops_table(reports, titles))
     console.print(_time_table(reports, titles))

@@ -45,8 +45,9 @@ def _list(root: _Root, namespace: _Namespace = None, as_json: _Json = False) -> 
     """List the namespaces: full description, blocks, bytes, ages."""
     from rich.console import Console
 
+    from kv_core.terminal import widened
     from kv_tier_fs._cli._survey import find_stores
-    from kv_tier_fs._cli._tables import print_listing, widened
+    from kv_tier_fs._cli._tables import print_listing
 
     rows = [(store, store.report()) for store in find_stores(root.absolute(), namespace)]
     if as_json:
@@ -72,8 +73,9 @@ def _usage(root: _Root, namespace: _Namespace = None, as_json: _Json = False) ->
     """Say what takes how much space."""
     from rich.console import Console
 
+    from kv_core.terminal import widened
     from kv_tier_fs._cli._survey import find_stores, free_bytes
-    from kv_tier_fs._cli._tables import print_usage, widened
+    from kv_tier_fs._cli._tables import print_usage
 
     rows = [(store, store.report()) for store in find_stores(root.absolute(), namespace)]
     free = free_bytes(root)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
 
+from kv_core.terminal import format_ages, format_field
 from kv_core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -18,18 +18,7 @@ if TYPE_CHECKING:
 
     from kv_tier_fs._cli._stores import Report, Store
 
-__all__ = ["print_listing", "print_usage", "widened"]
-
-_PIPE_WIDTH: Final = 120
-_UNITS: Final = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
-
-
-def widened(console: Console) -> Console:
-    """Return the console, wide enough for a table where rich knows no width."""
-    if not console.is_terminal:
-        # In a pipe rich assumes 80 columns, which would fold every cell.
-        console.width = max(console.width, _PIPE_WIDTH)
-    return console
+__all__ = ["print_listing", "print_usage"]
 
 
 def print_listing(console: Console, rows: Sequence[tuple[Store, Report]]) -> None:
@@ -43,13 +32,19 @@ def print_listing(console: Console, rows: Sequence[tuple[Store, Report]]) -> Non
         table.add_row("payload", format_bytes(report.payload_bytes))
         table.add_row("on disk", f"{format_bytes(report.disk_bytes)} in {report.files} files")
         table.add_row("writers", f"{report.live_writers} alive, {report.dead_writers} ended")
-        table.add_row("written", _ages(now, report.latest_write_s, report.oldest_write_s))
+        table.add_row(
+            "written",
+            format_ages(now, report.latest_write_s, report.oldest_write_s, unknown="never"),
+        )
         if report.latest_use_s is not None:
-            table.add_row("last used", _ages(now, report.latest_use_s, report.coldest_use_s))
+            table.add_row(
+                "last used",
+                format_ages(now, report.latest_use_s, report.coldest_use_s, unknown="never"),
+            )
         if store.problem is not None:
             table.add_row("problem", f"[red]{escape(store.problem)}[/red]")
         for field, value in store.description.items():
-            table.add_row(escape(field), escape(_value(value)))
+            table.add_row(escape(field), escape(format_field(value)))
         console.print(table)
 
 
@@ -79,23 +74,3 @@ def _numbers(report: Report) -> tuple[int, int, int, int]:
 def _sizes(report: Report) -> list[str]:
     blocks, *sizes = _numbers(report)
     return [f"{blocks:,}", *map(format_bytes, sizes)]
-
-
-def _ages(now: float, latest_s: float | None, oldest_s: float | None) -> str:
-    if latest_s is None or oldest_s is None:
-        return "never"
-    latest, oldest = _age(now - latest_s), _age(now - oldest_s)
-    return f"{latest} ago" if latest == oldest else f"{latest} to {oldest} ago"
-
-
-def _age(seconds: float) -> str:
-    # Clocks of other hosts may be ahead.
-    seconds = max(0.0, seconds)
-    for unit, size in _UNITS:
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return "0 s"
-
-
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -75,8 +75,9 @@ def _list(
     """List the namespaces: full description, objects, bytes, ages."""
     from rich.console import Console
 
+    from kv_core.terminal import widened
     from kv_tier_fsspec._cli._options import config_of
-    from kv_tier_fsspec._cli._tables import print_listing, widened
+    from kv_tier_fsspec._cli._tables import print_listing
 
     rows = _survey(config_of(url, option or [], options), namespace)
     if as_json:
@@ -97,8 +98,9 @@ def _usage(
     """Say what takes how much space."""
     from rich.console import Console
 
+    from kv_core.terminal import widened
     from kv_tier_fsspec._cli._options import config_of
-    from kv_tier_fsspec._cli._tables import print_usage, widened
+    from kv_tier_fsspec._cli._tables import print_usage
 
     rows = _survey(config_of(url, option or [], options), namespace)
     if as_json:
@@ -199,7 +201,8 @@ async def _check_all(
                 if found.namespace is None:
                     outcome.problems[found.name] = found.problem
                     continue
-                total = (await report_on(access, found)).object_bytes
+                # What cannot be listed is told by the check.
+                total = (await report_on(access, found, lambda *_: None)).object_bytes
                 task = progress.add_task(found.name, total=total)
 
                 def advance(size_bytes: int, task: Any = task) -> None:

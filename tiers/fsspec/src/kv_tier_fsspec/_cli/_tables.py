@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
 
+from kv_core.terminal import format_ages, format_field
 from kv_core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -18,18 +18,7 @@ if TYPE_CHECKING:
 
     from kv_tier_fsspec._cli._survey import FoundNamespace, Report
 
-__all__ = ["print_listing", "print_usage", "widened"]
-
-_PIPE_WIDTH: Final = 120
-_UNITS: Final = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
-
-
-def widened(console: Console) -> Console:
-    """Return the console, wide enough for a table where rich knows no width."""
-    if not console.is_terminal:
-        # In a pipe rich assumes 80 columns, which would fold every cell.
-        console.width = max(console.width, _PIPE_WIDTH)
-    return console
+__all__ = ["print_listing", "print_usage"]
 
 
 def print_listing(console: Console, rows: Sequence[tuple[FoundNamespace, Report]]) -> None:
@@ -44,11 +33,13 @@ def print_listing(console: Console, rows: Sequence[tuple[FoundNamespace, Report]
         if report.unfinished:
             unfinished = f"{report.unfinished}, {format_bytes(report.unfinished_bytes)}"
             table.add_row("unfinished", unfinished)
-        table.add_row("written", _ages(now, report.latest_s, report.oldest_s))
+        table.add_row(
+            "written", format_ages(now, report.latest_s, report.oldest_s, unknown="not known")
+        )
         if found.problem:
             table.add_row("problem", f"[red]{escape(found.problem)}[/red]")
         for field, value in found.description.items():
-            table.add_row(escape(field), escape(_value(value)))
+            table.add_row(escape(field), escape(format_field(value)))
         console.print(table)
 
 
@@ -74,23 +65,3 @@ def _numbers(report: Report) -> tuple[int, int, int]:
 
 def _sizes(objects: int, object_bytes: int, unfinished_bytes: int) -> list[str]:
     return [f"{objects:,}", format_bytes(object_bytes), format_bytes(unfinished_bytes)]
-
-
-def _ages(now: float, latest_s: float | None, oldest_s: float | None) -> str:
-    if latest_s is None or oldest_s is None:
-        return "not known"
-    latest, oldest = _age(now - latest_s), _age(now - oldest_s)
-    return f"{latest} ago" if latest == oldest else f"{latest} to {oldest} ago"
-
-
-def _age(seconds: float) -> str:
-    # Clocks of servers may be ahead.
-    seconds = max(0.0, seconds)
-    for unit, size in _UNITS:
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return "0 s"
-
-
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
