@@ -45,7 +45,10 @@ def test_all_problems_are_named_at_once() -> None:
     message = str(caught.value)
     assert "tier 'disk'" in message
     assert "'root' is required but missing" in message
-    assert "'dpeth' is not a setting (known: depth, room, root, token)" in message
+    assert (
+        "'dpeth' is not a setting (did you mean 'depth'? known: depth, room, root, token)"
+        in message
+    )
     assert "'depth': Input should be greater than or equal to 1" in message
     assert caught.value.setting == "disk.root"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import quote
@@ -88,8 +89,10 @@ def parse_tier_config(tier_name: str, model: type[ConfigT], settings: Mapping[st
             if item["type"] == "missing":
                 problems.append(f"{setting!r} is required but missing")
             elif item["type"] == "extra_forbidden":
-                known = ", ".join(sorted(model.model_fields))
-                problems.append(f"{setting!r} is not a setting (known: {known})")
+                known = sorted(model.model_fields)
+                close = difflib.get_close_matches(setting, known, n=1)
+                meant = f"did you mean {close[0]!r}? " if close else ""
+                problems.append(f"{setting!r} is not a setting ({meant}known: {', '.join(known)})")
             else:
                 problems.append(f"{setting!r}: {_reason(item['msg'], setting)}")
         first = ".".join(str(part) for part in error.errors()[0]["loc"])
