@@ -185,6 +185,53 @@ def test_what_cannot_be_read_is_no_damage(
     assert driver.load(KEYS).success
 
 
+def test_a_folder_that_cannot_be_listed_does_not_end_the_check(
+    drive: Drive, file: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """It is told, with status 3, and the blocks of all others are checked."""
+    driver = drive(file)
+    assert driver.store(KEYS).success
+    name = damage(driver, KEYS[0], b"cut")
+    unlisted = damage(driver, KEYS[1], b"cut").rpartition("/")[0]
+    assert not name.startswith(unlisted)
+    entries = BlockingAccess.entries
+
+    async def refusing(self: BlockingAccess, folder: str) -> list[Entry]:
+        if folder == unlisted:
+            raise PermissionError(13, "Permission denied", folder)
+        return await entries(self, folder)
+
+    monkeypatch.setattr(BlockingAccess, "entries", refusing)
+    assert main(["object", "fsck", "--json", file["url"]]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["objects"] == 11
+    damaged, skipped = sorted(found["findings"], key=lambda line: line["is_damaged"], reverse=True)
+    assert damaged["name"] == name
+    assert (skipped["name"], skipped["is_damaged"]) == (unlisted, False)
+    assert "PermissionError" in skipped["problem"]
+    assert main(["object", "fsck", "--delete", file["url"]]) == 3
+    assert f"{unlisted}: cannot be read: none of the blocks in this folder" in (
+        capsys.readouterr().out
+    )
+    # A sum without it would be a wrong one.
+    assert main(["object", "du", file["url"]]) == 2
+
+
+def test_azure_that_does_not_answer_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the tier's own client: that of adlfs tries for more than a minute."""
+    pytest.importorskip("adlfs")
+    account = (
+        "DefaultEndpointsProtocol=http;AccountName=nobody;AccountKey=bm8gc2VjcmV0;"
+        "BlobEndpoint=http://127.0.0.1:9/nobody;"
+    )
+    options = ["--option", f"connection_string={account}"]
+    assert main(["object", "ls", "az://blocks/kv", *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: looking into 'az://blocks/kv'")
+    assert "ConnectionError" in said
+    assert "bm8gc2VjcmV0" not in said
+
+
 def test_damage_that_cannot_be_deleted_is_damage(
     drive: Drive, file: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

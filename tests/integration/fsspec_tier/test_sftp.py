@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kv_core.contract import JobErrorKind
-from kv_core.errors import TierOpenError
+from kv_core.errors import ConfigError, TierOpenError
 from kv_core.tierkit.testing import example_key
 from kv_tier_fsspec._harness._sshd import SshServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kv_core.contract import ReqContext
     from kv_core.tierkit.testing import TierDriver
@@ -152,8 +152,13 @@ def test_an_unknown_host_key_is_refused(drive: Drive, sftp: dict[str, Any], tmp_
     empty = tmp_path / "known_hosts"
     empty.touch()
     options = {**sftp["storage_options"], "known_hosts": str(empty)}
-    with pytest.raises(TierOpenError, match=r"host key of .* is not known.*ssh-keyscan"):
+    port = options["port"]
+    remedy = f"ssh-keyscan -p {port} 127.0.0.1 >> {empty}"
+    with pytest.raises(
+        TierOpenError, match=r"HostKeyError: the host key of .* is not known"
+    ) as told:
         drive({**sftp, "storage_options": options})
+    assert remedy in str(told.value)
     trusting = {**options, "host_key_policy": "auto_add"}
     assert drive({**sftp, "storage_options": trusting}).store(KEYS[:1]).success
 
@@ -168,7 +173,22 @@ def test_a_changed_host_key_is_refused(drive: Drive, sftp: dict[str, Any], tmp_p
         "known_hosts": str(other),
         "host_key_policy": "auto_add",
     }
-    with pytest.raises(TierOpenError, match="another host key than the known one"):
+    with pytest.raises(TierOpenError, match="another host key than the known one") as told:
+        drive({**sftp, "storage_options": options})
+    assert f"ssh-keygen -f {other} -R '[127.0.0.1]:{options['port']}'" in str(told.value)
+
+
+@pytest.mark.parametrize("option", ["key_filename", "known_hosts"])
+def test_files_of_options_are_found_and_missed(
+    drive: Drive, sftp: dict[str, Any], monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """'~' is the home folder, and a file that is not there is told before anybody connects."""
+    file = Path(sftp["storage_options"][option])
+    monkeypatch.setenv("HOME", str(file.parent))
+    options = {**sftp["storage_options"], option: f"~/{file.name}"}
+    assert drive({**sftp, "storage_options": options}).store(KEYS[:1]).success
+    options[option] = "~/nosuch"
+    with pytest.raises(ConfigError, match=rf"'{option}' in 'storage_options' names .*/nosuch'"):
         drive({**sftp, "storage_options": options})
 
 

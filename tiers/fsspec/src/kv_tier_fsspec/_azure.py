@@ -145,6 +145,17 @@ class AzureStore:
             return False
         return True
 
+    async def listing(self, folder: str) -> list[Any]:
+        """Return what lies below a folder: properties of blobs, prefixes of further folders."""
+        container, _, path = folder.partition("/")
+        below = f"{path}/" if path else ""
+
+        async def walk(client: Any) -> list[Any]:
+            found = client.walk_blobs(name_starts_with=below, **_request())
+            return [item async for item in found]
+
+        return await self._attempt(folder, self._service.get_container_client(container), walk)
+
     async def remove(self, name: str) -> None:
         """Remove a blob."""
         with suppress(FileNotFoundError):
@@ -153,16 +164,20 @@ class AzureStore:
     async def _ask(self, name: str, work: Callable[[Any], Awaitable[ResultT]]) -> ResultT:
         """Do something with a blob, again when the trouble may pass."""
         container, _, path = name.partition("/")
-        blob = self._service.get_blob_client(container, path)
+        return await self._attempt(name, self._service.get_blob_client(container, path), work)
+
+    async def _attempt(
+        self, name: str, client: Any, work: Callable[[Any], Awaitable[ResultT]]
+    ) -> ResultT:
         for pause_s in _PAUSES_S:
             try:
-                return await work(blob)
+                return await work(client)
             except exceptions.AzureError as error:
                 if not _may_pass(error):
                     raise _translated(error, name) from None
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - no secret
         try:
-            return await work(blob)
+            return await work(client)
         except exceptions.AzureError as error:
             raise _translated(error, name) from None
 

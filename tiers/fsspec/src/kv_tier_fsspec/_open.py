@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from kv_tier_fsspec._filesystem import check_filesystem, filesystem_class, warn_of_assumption
+from kv_tier_fsspec._protocols import AZURE_PROTOCOLS
 
 if TYPE_CHECKING:
     from kv_core.contract import SecondaryTierManager, TierContext
@@ -27,7 +28,7 @@ def make_tier(context: TierContext) -> SecondaryTierManager:
         from kv_tier_fsspec._blocking import BlockingFsspecTier
 
         return BlockingFsspecTier(context)
-    if config.protocol in {"az", "abfs", "abfss"}:
+    if config.protocol in AZURE_PROTOCOLS:
         from kv_tier_fsspec._azure import AzureFsspecTier
 
         return AzureFsspecTier(context)

@@ -14,7 +14,7 @@ from typing import Final, final
 
 from kv_core.contract import Capability
 
-__all__ = ["LOCAL_PROTOCOLS", "Protocol", "Publication", "protocol_named"]
+__all__ = ["AZURE_PROTOCOLS", "LOCAL_PROTOCOLS", "Protocol", "Publication", "protocol_named"]
 
 
 class Publication(enum.Enum):
@@ -59,6 +59,7 @@ class Protocol:
 
 
 LOCAL_PROTOCOLS: Final = frozenset({"file", "local"})
+AZURE_PROTOCOLS: Final = frozenset({"az", "abfs", "abfss"})
 
 _FILE: Final = Protocol(publication=Publication.RENAME, is_tested=True)
 _SFTP: Final = Protocol(publication=Publication.RENAME, is_tested=True)

@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import paramiko
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
 
     from kv_tier_fsspec._config import FsspecConfig
 
-__all__ = ["SftpSessions"]
+__all__ = ["HostKeyError", "SftpSessions"]
 
 ResultT = TypeVar("ResultT")
 
+_SSH_PORT: Final = 22
 _LEAST_CONNECT_S: Final = 2.0
 _MOST_CONNECT_S: Final = 10.0
 _END_S: Final = 5.0
@@ -51,7 +53,7 @@ _NAP_SHARE: Final = 0.1
 _CONNECTIONS: Final = 3
 
 
-class _HostKeyError(ConnectionError):
+class HostKeyError(ConnectionError):
     """The server is not known to be the right one."""
 
 
@@ -61,7 +63,7 @@ _FINAL_ERRORS: Final = (
     PermissionError,
     TierOpenError,
     TimeoutError,
-    _HostKeyError,
+    HostKeyError,
     paramiko.ChannelException,
 )
 _POLICIES: Final[dict[str, type[paramiko.MissingHostKeyPolicy]]] = {
@@ -95,7 +97,7 @@ class SftpSessions:
         config: Settings of the tier. No work may last longer than its ``job_deadline_s``.
 
     Raises:
-        ConfigError: The settings name no host.
+        ConfigError: The settings name no host, or a file that is not there.
     """
 
     def __init__(self, config: FsspecConfig) -> None:
@@ -110,8 +112,14 @@ class SftpSessions:
             )
         # Of fsspec's, for transactions, which are not used.
         self._options.pop("temppath", None)
-        self._known_hosts = self._options.pop("known_hosts", None)
-        self._policy = _host_key_policy(self._options.pop("host_key_policy", "reject"))
+        known_hosts = self._options.pop("known_hosts", None)
+        self._known_hosts = None if known_hosts is None else _file_named("known_hosts", known_hosts)
+        key_files = self._options.get("key_filename")
+        if key_files:
+            several = [key_files] if isinstance(key_files, (str, Path)) else key_files
+            self._options["key_filename"] = [_file_named("key_filename", file) for file in several]
+        self._port = self._options.get("port", _SSH_PORT)
+        self._policy = self._host_key_policy(self._options.pop("host_key_policy", "reject"))
         self._patience_s = config.job_deadline_s * _SHARE
         self._connect_s = min(_MOST_CONNECT_S, max(_LEAST_CONNECT_S, self._patience_s))
         for name in ("timeout", "banner_timeout", "auth_timeout", "channel_timeout"):
@@ -314,9 +322,12 @@ class SftpSessions:
             ) from None
         except paramiko.BadHostKeyException as error:
             client.close()
-            raise _HostKeyError(
+            known_as = self._host if self._port == _SSH_PORT else f"'[{self._host}]:{self._port}'"
+            file = "" if self._known_hosts is None else f" -f {self._known_hosts}"
+            raise HostKeyError(
                 f"{self._host!r} shows another host key than the known one: it was set up anew, "
-                "or somebody is in between. If it was, remove its line: ssh-keygen -R"
+                f"or somebody is in between. If it was, remove its line: ssh-keygen{file} -R "
+                f"{known_as}"
             ) from error
         except paramiko.AuthenticationException as error:
             was_answered = _is_alive(client)
@@ -331,6 +342,14 @@ class SftpSessions:
             client.close()
             raise
         return client
+
+    def _host_key_policy(self, name: str) -> paramiko.MissingHostKeyPolicy:
+        """Return the policy of a name; the settings have been checked."""
+        if name != "reject":
+            return _POLICIES[name]()
+        port = "" if self._port == _SSH_PORT else f"-p {self._port} "
+        file = "~/.ssh/known_hosts" if self._known_hosts is None else self._known_hosts
+        return _Refuse(f"ssh-keyscan {port}{self._host} >> {file}")
 
     # -- the watchdog -----------------------------------------------------------------------------
 
@@ -357,7 +376,14 @@ class SftpSessions:
 
 @final
 class _Refuse(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # paramiko has no types
-    """Refuses hosts that nobody vouches for."""
+    """Refuses hosts that nobody vouches for.
+
+    Args:
+        remedy: The command that makes the host known.
+    """
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
 
     def missing_host_key(
         self,
@@ -365,17 +391,27 @@ class _Refuse(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # paramiko 
         hostname: str,
         key: paramiko.PKey,
     ) -> None:
-        raise _HostKeyError(
+        raise HostKeyError(
             f"the host key of {hostname!r} is not known ({key.get_name()}, "
-            f"{key.fingerprint}). If it is the right one, add it: ssh-keyscan HOST >> "
-            "~/.ssh/known_hosts; or name a file that has it as 'known_hosts' in 'storage_options'; "
-            "or set 'host_key_policy' there to 'auto_add' on a network that you trust"
+            f"{key.fingerprint}). If it is the right one, add it: {self._remedy}; or name a file "
+            "that has it as 'known_hosts' in 'storage_options'; or set 'host_key_policy' there to "
+            "'auto_add' on a network that you trust"
         )
 
 
-def _host_key_policy(name: str) -> paramiko.MissingHostKeyPolicy:
-    """Return the policy of a name; the settings have been checked."""
-    return _Refuse() if name == "reject" else _POLICIES[name]()
+def _file_named(option: str, name: str | Path) -> str:
+    """Return the path of a file that an option names.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    file = Path(name).expanduser()
+    if not file.is_file():
+        raise ConfigError(
+            f"{option!r} in 'storage_options' names {str(file)!r}, and there is no such file",
+            setting="storage_options",
+        )
+    return str(file)
 
 
 def _quieten() -> None:

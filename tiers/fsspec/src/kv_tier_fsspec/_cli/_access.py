@@ -18,11 +18,13 @@ from typing_extensions import override
 
 from kv_core.errors import ConfigError
 from kv_tier_fsspec._filesystem import filesystem_class, make_filesystem
+from kv_tier_fsspec._protocols import AZURE_PROTOCOLS
 from kv_tier_fsspec._sharing import share_filesystem
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from kv_tier_fsspec._azure import AzureStore
     from kv_tier_fsspec._config import FsspecConfig
     from kv_tier_fsspec._sharing import Filesystems
 
@@ -135,6 +137,37 @@ class _AsyncAccess(Access):
         await self._fs._rm_file(name)
 
 
+@final
+class _AzureAccess(Access):
+    """Azure Blob Storage by the tier's own client: adlfs waits 85 s for one that is not there."""
+
+    def __init__(self, store: AzureStore) -> None:
+        self._store = store
+
+    @override
+    async def entries(self, folder: str) -> list[Entry]:
+        container = folder.partition("/")[0]
+        entries = []
+        for item in await self._store.listing(folder):
+            name = f"{container}/{item.name.rstrip('/')}"
+            size = None if item.name.endswith("/") else int(item.size)
+            changed = None if size is None else item.last_modified.timestamp()
+            # Some programs leave a blob with the name of the folder itself.
+            if name != folder:
+                entries.append(Entry(name, size, changed))
+        if not entries and folder != container:
+            raise FileNotFoundError(folder)
+        return sorted(entries, key=lambda entry: entry.name)
+
+    @override
+    async def read(self, name: str) -> bytes:
+        return await self._store.get(name, await self._store.length(name))
+
+    @override
+    async def remove(self, name: str) -> None:
+        await self._store.remove(name)
+
+
 @asynccontextmanager
 async def open_access(config: FsspecConfig) -> AsyncIterator[tuple[Access, str]]:
     """Open the filesystem of a URL; give it and the folder that the URL names.
@@ -149,7 +182,15 @@ async def open_access(config: FsspecConfig) -> AsyncIterator[tuple[Access, str]]
             "into it. Name a storage that lasts",
             setting="URL",
         )
-    if filesystem_class(config.protocol).async_impl:
+    if config.protocol in AZURE_PROTOCOLS:
+        from kv_tier_fsspec._azure import AzureStore
+
+        store = AzureStore(config)
+        try:
+            yield _AzureAccess(store), store.strip(config.url).rstrip("/")
+        finally:
+            await store.close()
+    elif filesystem_class(config.protocol).async_impl:
         async with _asynchronous(config) as (fs, root):
             yield _AsyncAccess(fs), root
     else:
@@ -162,15 +203,6 @@ async def open_access(config: FsspecConfig) -> AsyncIterator[tuple[Access, str]]
 
 @asynccontextmanager
 async def _asynchronous(config: FsspecConfig) -> AsyncIterator[tuple[Any, str]]:
-    if config.protocol in {"az", "abfs", "abfss"}:
-        from kv_tier_fsspec._azure import AzureStore
-
-        store = AzureStore(config)
-        try:
-            yield store.fs, store.strip(config.url).rstrip("/")
-        finally:
-            await store.close()
-        return
     fs: Any = make_filesystem(config, asynchronous=True, loop=asyncio.get_running_loop())
     session: Any = await fs.set_session() if hasattr(fs, "set_session") else None
     try:

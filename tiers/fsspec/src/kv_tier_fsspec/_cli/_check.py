@@ -24,10 +24,10 @@ __all__ = ["Finding", "check_blocks"]
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A block that is not as it should be.
+    """A block that is not as it should be, or a folder of blocks that cannot be listed.
 
     Attributes:
-        name: Name of its object.
+        name: Name of its object, or of the folder.
         problem: What is wrong with it.
         is_damaged: Whether it is the block that is wrong; ``False``: it could not be read.
         is_deleted: Whether it was removed.
@@ -48,7 +48,7 @@ async def check_blocks(
     describe: Callable[[BaseException], str],
     advance: Callable[[int], None],
 ) -> AsyncIterator[Finding]:
-    """Read and verify every block; yield those that fail.
+    """Read and verify every block; yield those that fail, and folders that cannot be listed.
 
     Args:
         access: The filesystem.
@@ -62,6 +62,11 @@ async def check_blocks(
         raise ValueError(f"namespace {found.name} has no description: {found.problem}")
     checker = _Checker(access, found.folder, found.namespace, delete, describe)
     running: set[asyncio.Task[Finding | None]] = set()
+    unlisted: list[Finding] = []
+
+    def skip(folder: str, error: Exception) -> None:
+        problem = f"none of the blocks in this folder was checked: {describe(error)}"
+        unlisted.append(Finding(folder, problem, is_damaged=False, is_deleted=False))
 
     async def one(entry: Entry) -> Finding | None:
         finding = await checker.check(entry)
@@ -69,7 +74,7 @@ async def check_blocks(
         return finding
 
     try:
-        async for entry in blocks_of(access, found):
+        async for entry in blocks_of(access, found, skip):
             if len(running) >= reads:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -81,6 +86,8 @@ async def check_blocks(
             for task in done:
                 if (finding := task.result()) is not None:
                     yield finding
+        for finding in unlisted:
+            yield finding
     finally:
         for task in running:
             task.cancel()

@@ -14,7 +14,7 @@ from kv_core.keys import Namespace
 from kv_core.tierkit.objects import check_description
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from kv_tier_fsspec._cli._access import Access, Entry
 
@@ -125,10 +125,24 @@ async def _describe(access: Access, folder: str) -> FoundNamespace:
     return FoundNamespace(folder, namespace, described)
 
 
-async def report_on(access: Access, found: FoundNamespace) -> Report:
-    """Count the blocks of a namespace. Memory does not grow with their number."""
+def _raise(folder: str, error: Exception) -> None:  # noqa: ARG001 - as others are called
+    raise error
+
+
+async def report_on(
+    access: Access,
+    found: FoundNamespace,
+    skip: Callable[[str, Exception], None] = _raise,
+) -> Report:
+    """Count the blocks of a namespace. Memory does not grow with their number.
+
+    Args:
+        access: The filesystem.
+        found: The namespace.
+        skip: Called with a folder that cannot be listed, and why; goes on without it if it returns.
+    """
     report = Report()
-    async for entry in blocks_of(access, found):
+    async for entry in blocks_of(access, found, skip):
         report.add(entry)
     for entry in await access.entries_if_any(f"{found.folder}/unfinished"):
         report.unfinished += 1
@@ -136,22 +150,36 @@ async def report_on(access: Access, found: FoundNamespace) -> Report:
     return report
 
 
-async def blocks_of(access: Access, found: FoundNamespace) -> AsyncIterator[Entry]:
-    """Yield the blocks of a namespace, one folder after the other, a few listings ahead."""
+async def blocks_of(
+    access: Access,
+    found: FoundNamespace,
+    skip: Callable[[str, Exception], None] = _raise,
+) -> AsyncIterator[Entry]:
+    """Yield the blocks of a namespace, one folder after the other, a few listings ahead.
+
+    Args:
+        access: The filesystem.
+        found: The namespace.
+        skip: Called with a folder that cannot be listed, and why; goes on without it if it returns.
+    """
+
+    async def listed(folder: str) -> list[Entry]:
+        try:
+            return await access.entries_if_any(folder)
+        except Exception as error:  # noqa: BLE001 - libraries raise anything
+            skip(folder, error)
+            return []
+
     folders: list[str] = []
-    for rank in await access.entries_if_any(found.folder):
+    for rank in await listed(found.folder):
         if rank.size_bytes is None and _RANK.fullmatch(rank.stem):
-            folders += [
-                entry.name
-                for entry in await access.entries_if_any(rank.name)
-                if entry.size_bytes is None
-            ]
+            folders += [entry.name for entry in await listed(rank.name) if entry.size_bytes is None]
     ahead: deque[asyncio.Task[list[Entry]]] = deque()
     todo = iter(folders)
     try:
         while True:
             for folder in todo:
-                ahead.append(asyncio.create_task(access.entries_if_any(folder)))
+                ahead.append(asyncio.create_task(listed(folder)))
                 if len(ahead) == _MOST_LISTINGS:
                     break
             if not ahead:
