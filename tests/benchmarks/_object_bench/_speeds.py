@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy as np
-    from _fs_bench._memory import Memory
+    from _fs_bench._memory import Memory, Plan
     from _object_bench._contenders import Contender
     from _object_bench._pairs import Pair
 
@@ -19,7 +20,10 @@ __all__ = ["JOB_BLOCKS", "Samples", "Scale", "measure_finding", "measure_moving"
 
 JOB_BLOCKS: Final = 32
 
-_WARM_BLOCKS: Final = 16
+_STORES: Final = 2
+_LOADS: Final = 4
+"""In a sample, by the tier and its library in turn: what the server does beside one of them may
+double its time. All loads are of the same blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +93,9 @@ def measure_moving(
         for _ in range(scale.repeats):
             for place in random.permutation(len(pairs)).tolist():
                 pair = pairs[place]
-                speeds: dict[str, tuple[float, float]] = {}
-                both: list[Contender] = [pair.tier, pair.bare]
-                for turn in random.permutation(2).tolist():
-                    speeds[both[turn].name] = _move(both[turn], memory, block_bytes, jobs, random)
-                tier, bare = speeds[pair.tier.name], speeds[pair.bare.name]
-                for kind, found, base in zip(("put", "get"), tier, bare, strict=True):
-                    samples.add(pair.tier.name, what_moves(kind, block_bytes), found, base)
+                moved = _move(pair, memory, block_bytes, jobs, random)
+                for kind, (found, bare) in moved.items():
+                    samples.add(pair.tier.name, what_moves(kind, block_bytes), found, bare)
     return samples
 
 
@@ -105,29 +105,43 @@ def what_moves(kind: str, block_bytes: int) -> str:
 
 
 def _move(
-    contender: Contender, memory: Memory, block_bytes: int, jobs: int, random: np.random.Generator
-) -> tuple[float, float]:
-    """Return bytes per second, stored and loaded."""
-    contender.open(block_bytes)
-    try:
-        # Connections, and what a library imports or makes at its first request.
-        warm = memory.plan(_WARM_BLOCKS, block_bytes, random)
-        contender.put(warm.stores(_WARM_BLOCKS))
-        contender.get(warm.loads(_WARM_BLOCKS))
-        plan = memory.plan(jobs * JOB_BLOCKS, block_bytes, random)
-        num_bytes = len(plan.keys) * block_bytes
-        stored_s = contender.put(plan.stores(JOB_BLOCKS))
-        memory.poison()
-        loaded_s = contender.get(plan.loads(JOB_BLOCKS))
-    finally:
-        contender.close()
+    pair: Pair, memory: Memory, block_bytes: int, jobs: int, random: np.random.Generator
+) -> dict[str, tuple[float, float]]:
+    """Return bytes per second, stored and loaded, of the tier and of its library."""
+    both: list[Contender] = [pair.tier, pair.bare]
+    seconds = {"put": [0.0, 0.0], "get": [0.0, 0.0]}
+    with ExitStack() as stack:
+        for contender in both:
+            contender.open(block_bytes)
+            stack.callback(contender.close)
+            # Connections, memory, and what a library imports or makes at its first request.
+            warm = memory.plan(JOB_BLOCKS, block_bytes, random)
+            contender.put(warm.stores(JOB_BLOCKS))
+            contender.get(warm.loads(JOB_BLOCKS))
+        for _ in range(_STORES):
+            plan = memory.plan(jobs * JOB_BLOCKS, block_bytes, random)
+            for turn in random.permutation(2).tolist():
+                seconds["put"][turn] += both[turn].put(plan.stores(JOB_BLOCKS))
+        for _ in range(_LOADS):
+            for turn in random.permutation(2).tolist():
+                memory.poison()
+                seconds["get"][turn] += both[turn].get(plan.loads(JOB_BLOCKS))
+                _check(both[turn].name, memory, plan, block_bytes)
+    num_bytes = len(plan.keys) * block_bytes
+    times = {"put": _STORES, "get": _LOADS}
+    return {
+        kind: (times[kind] * num_bytes / tier_s, times[kind] * num_bytes / bare_s)
+        for kind, (tier_s, bare_s) in seconds.items()
+    }
+
+
+def _check(name: str, memory: Memory, plan: Plan, block_bytes: int) -> None:
     wrong = memory.wrong_blocks(plan, block_bytes)
     if wrong:
         raise RuntimeError(
-            f"{contender.name}: {wrong} of {len(plan.keys)} blocks of {block_bytes} bytes came "
-            "back with other bytes than were stored"
+            f"{name}: {wrong} of {len(plan.keys)} blocks of {block_bytes} bytes came back with "
+            "other bytes than were stored"
         )
-    return num_bytes / stored_s, num_bytes / loaded_s
 
 
 def measure_finding(

@@ -114,6 +114,21 @@ def test_devices_are_used_again(open_tier: Open, world: World) -> None:
     assert world.devices <= set(range(1, 65))
 
 
+def test_what_comes_while_nixl_is_busy_is_begun(open_tier: Open, world: World) -> None:
+    """Nobody wakes the thread for it; it is begun all the same, and so is what comes after."""
+    driver = open_tier(threads=2)
+    assert driver.store(KEYS).success
+    for _ in range(20):
+        world.stuck.update(map(NAMES.block, KEYS[:2]))
+        busy = driver.submit_load(KEYS[:2])
+        until(lambda: free_slots(driver) == 30)
+        late = driver.submit_load(KEYS[2:4])
+        world.let_go()
+        assert driver.wait(busy).success
+        assert driver.wait(late).success
+        assert driver.load(KEYS[4:5]).success
+
+
 def test_a_job_ends_in_time_whatever_nixl_does(open_tier: Open, world: World) -> None:
     """A read that never ends: the job is reported, its slots are the engine's, and stay so."""
     clock = ManualClock()

@@ -52,6 +52,8 @@ _LONGEST_PAUSE_S: Final = 0.004
 """Between two looks at what runs: about the time that lately passed from one end to the next. Each
 look costs; NIXL has work enough meanwhile, but a job waits for the last of its blocks."""
 
+_ENDS_A_LOOK: Final = 2
+
 _HANGING_AFTER_S: Final = 1.0
 _HANGING_PAUSE_S: Final = 0.02
 """The same when nothing has ended for a while."""
@@ -131,6 +133,7 @@ class Mover:
         self._changed = threading.Condition(threading.Lock())
         self._queue: list[Transfer] = []
         self._stopping = False
+        self._has_room = True
         self._agent: Agent | None = None
         self._memory: Any = None
         self._slots: Any = None
@@ -150,7 +153,8 @@ class Mover:
         """Begin a transfer soon. Returns at once."""
         with self._changed:
             self._queue.append(transfer)
-            self._changed.notify()
+            if self._has_room:
+                self._changed.notify()
 
     def stop(self) -> None:
         """Begin no further transfer, and end when those that run have ended. Returns at once."""
@@ -196,6 +200,9 @@ class Mover:
         ended_at = time.monotonic()
         while True:
             with self._changed:
+                # What comes while NIXL has work enough is begun after the next look: to be woken
+                # costs as much as to begin it.
+                self._has_room = len(self._running) < self._threads
                 if not self._queue and not self._stopping:
                     busy = self._running or self._unreleased
                     self._changed.wait(pause_s if busy else None)
@@ -223,7 +230,9 @@ class Mover:
                 now = time.monotonic()
                 gap_s += ((now - ended_at) / max(1, len(ended)) - gap_s) / 4
                 ended_at = now
-                pause_s = min(max(gap_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+                # Nobody waits yet for what ends while more is to be begun.
+                ends = 1 if len(self._running) <= self._threads else _ENDS_A_LOOK
+                pause_s = min(max(ends * gap_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
             elif time.monotonic() - ended_at > _HANGING_AFTER_S:
                 pause_s = _HANGING_PAUSE_S
             if stopping and not self._running:

@@ -102,6 +102,8 @@ class Staging:
         self._grant()
 
     async def _take(self, stores: bool) -> int:
+        if not stores and self._free and not self._loads_waiting:
+            return self._lend(stores=False)
         waiting = self._stores_waiting if stores else self._loads_waiting
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         waiting.append(turn)
@@ -125,11 +127,14 @@ class Staging:
             turn = waiting.popleft()
             if turn.cancelled():
                 continue
-            slot = self._free.pop()
-            self._holders[slot] = 1
-            self._storing[slot] = stores
-            self._stores += stores
-            turn.set_result(slot)
+            turn.set_result(self._lend(stores=stores))
+
+    def _lend(self, *, stores: bool) -> int:
+        slot = self._free.pop()
+        self._holders[slot] = 1
+        self._storing[slot] = stores
+        self._stores += stores
+        return slot
 
     def leave(self) -> None:
         """Use no slot any more. The last to leave gives the memory back."""

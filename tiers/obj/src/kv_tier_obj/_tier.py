@@ -89,6 +89,8 @@ _METRICS: Final = (
     ),
 )
 
+_LATE: Final = TransferError("no end in time")
+
 _serial: Final = itertools.count()
 
 
@@ -318,14 +320,16 @@ class ObjTier(BucketTier):
         # Until NIXL lets go of it, whatever becomes of this coroutine.
         self._memory.hold(slot)
         mover.submit(transfer)
+        timeout_s = self.config.request_timeout_s
+        timer = self._loop.call_later(timeout_s, _end_wait, done)
         try:
-            await asyncio.wait((done,), timeout=self.config.request_timeout_s)
+            failure = await done
         finally:
+            timer.cancel()
             if self._waiting.pop(transfer, None) is not None:
                 self._given_up += 1
                 self.context.metrics.add(_GIVEN_UP)
-        if not done.done():
-            timeout_s = self.config.request_timeout_s
+        if failure is _LATE:
             error = S3Error(
                 S3ErrorKind.TIMEOUT,
                 operation,
@@ -336,7 +340,6 @@ class ObjTier(BucketTier):
             )
             self._bucket.note(error)
             raise error
-        failure = done.result()
         if failure is not None:
             raise failure
 
@@ -375,6 +378,11 @@ class ObjTier(BucketTier):
         reason = S3Error(S3ErrorKind.OTHER, operation, where, None, None, detail)
         self._bucket.note(reason)
         return reason
+
+
+def _end_wait(done: asyncio.Future[TransferError | None]) -> None:
+    if not done.done():
+        done.set_result(_LATE)
 
 
 def _usual_region() -> str:

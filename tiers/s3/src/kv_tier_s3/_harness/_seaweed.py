@@ -72,6 +72,8 @@ class SeaweedServer(S3Server):
             *(_find_weed(), "-logtostderr=true", "server", f"-dir={data}", "-ip=127.0.0.1"),
             *(f"-master.port={master}", "-master.telemetry=false", "-master.electionTimeout=1s"),
             *(f"-volume.port={volume}", "-volume.max=2000", "-filer", f"-filer.port={filer}"),
+            # Else an object is cut at 4 MiB, and a block of that with its trailer is two pieces.
+            "-filer.maxMB=16",
             *("-s3", f"-s3.port={http}", f"-s3.port.https={https}", f"-s3.config={identities}"),
             *(f"-s3.cert.file={certificates.certificate}", f"-s3.key.file={certificates.key}"),
             # A wrong name of a bucket is an error here as elsewhere.
