@@ -165,6 +165,20 @@ def test_a_protocol_that_does_not_exist_is_named() -> None:
         filesystem_class("nosuch")
 
 
+@pytest.mark.parametrize(("protocol", "extra"), [("sftp", "sftp"), ("abfs", "az"), ("s3", "s3")])
+def test_the_extra_that_brings_a_driver_is_named(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, extra: str
+) -> None:
+    """A driver that is not installed is a command away."""
+
+    def missing(_: str) -> None:
+        raise ImportError("Install something to use this")
+
+    monkeypatch.setattr(_filesystem, "get_filesystem_class", missing)
+    with pytest.raises(TierOpenError, match=rf"pip install 'kv-tier-fsspec\[{extra}\]'"):
+        filesystem_class(protocol)
+
+
 def test_no_instance_is_shared() -> None:
     """Two tiers over one storage share neither connections nor remembered listings."""
     first, second = (make_filesystem(config(url="file:///kv")) for _ in range(2))

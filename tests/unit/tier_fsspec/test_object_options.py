@@ -29,6 +29,12 @@ def test_values_are_text_unless_they_are_json() -> None:
     assert found == {"port": 22, "anon": True, "name": "kv", "hosts": [1, 2], "empty": ""}
 
 
+def test_a_password_of_digits_is_text() -> None:
+    """As a number it would be refused by the client, and not be masked in messages."""
+    found = options_of(["password=123456", "account_key=42", "auth_timeout=10"])
+    assert found == {"password": "123456", "account_key": "42", "auth_timeout": 10}
+
+
 def test_only_the_first_equals_sign_divides() -> None:
     """Keys in base 64 end with some."""
     assert options_of(["account_key=YWJj=="]) == {"account_key": "YWJj=="}

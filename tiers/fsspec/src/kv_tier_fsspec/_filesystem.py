@@ -93,9 +93,11 @@ def filesystem_class(protocol: str) -> type[AbstractFileSystem]:
         found: type[AbstractFileSystem] = get_filesystem_class(protocol)
     except (ValueError, ImportError) as error:
         # fsspec says which package to install.
+        extra = protocol_named(protocol).extra
+        command = f" (pip install 'kv-tier-fsspec[{extra}]')" if extra else ""
         raise TierOpenError(
             f"there is no filesystem for the protocol {protocol!r}: {error}. Install what it "
-            "needs, or correct 'url'"
+            f"needs{command}, or correct 'url'"
         ) from error
     return found
 

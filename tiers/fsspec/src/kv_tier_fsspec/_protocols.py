@@ -38,6 +38,7 @@ class Protocol:
         is_persistent: Whether blocks outlive the tier.
         is_shared: Whether other processes see them.
         is_tested: Whether this package is tested on the real thing.
+        extra: Extra of this package that brings the driver; empty if there is none.
         refusal: Why blocks cannot be kept there at all; empty if they can.
     """
 
@@ -45,6 +46,7 @@ class Protocol:
     is_persistent: bool = True
     is_shared: bool = True
     is_tested: bool = False
+    extra: str = ""
     refusal: str = ""
 
     @property
@@ -62,8 +64,9 @@ LOCAL_PROTOCOLS: Final = frozenset({"file", "local"})
 AZURE_PROTOCOLS: Final = frozenset({"az", "abfs", "abfss"})
 
 _FILE: Final = Protocol(publication=Publication.RENAME, is_tested=True)
-_SFTP: Final = Protocol(publication=Publication.RENAME, is_tested=True)
-_OBJECTS: Final = Protocol(publication=Publication.PUT, is_tested=True)
+_SFTP: Final = Protocol(publication=Publication.RENAME, is_tested=True, extra="sftp")
+_S3: Final = Protocol(publication=Publication.PUT, is_tested=True, extra="s3")
+_AZURE: Final = Protocol(publication=Publication.PUT, is_tested=True, extra="az")
 _UNTESTED_OBJECTS: Final = Protocol(publication=Publication.PUT)
 _MEMORY: Final = Protocol(
     publication=Publication.PUT, is_persistent=False, is_shared=False, is_tested=True
@@ -86,11 +89,11 @@ _PROTOCOLS: Final = {
     "memory": _MEMORY,
     "sftp": _SFTP,
     "ssh": _SFTP,
-    "s3": _OBJECTS,
-    "s3a": _OBJECTS,
-    "az": _OBJECTS,
-    "abfs": _OBJECTS,
-    "abfss": _OBJECTS,
+    "s3": _S3,
+    "s3a": _S3,
+    "az": _AZURE,
+    "abfs": _AZURE,
+    "abfss": _AZURE,
     "gs": _UNTESTED_OBJECTS,
     "gcs": _UNTESTED_OBJECTS,
     "http": _READ_ONLY,

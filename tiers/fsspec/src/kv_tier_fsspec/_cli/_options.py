@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kv_core.contract import parse_tier_config
@@ -17,6 +18,7 @@ __all__ = ["config_of"]
 
 # No engine waits: a large block may take its time on a slow line.
 _PATIENCE_S: Final = 600.0
+_SECRET: Final = re.compile(r"(?:.*_)?(?:key|secret|token|password|passphrase|pwd)")
 
 
 def config_of(url: str, options: Sequence[str], options_file: Path | None) -> FsspecConfig:
@@ -24,8 +26,8 @@ def config_of(url: str, options: Sequence[str], options_file: Path | None) -> Fs
 
     Args:
         url: The URL.
-        options: ``key=value`` each; values that are JSON are read as such, dots in a key go into
-            groups: ``client_kwargs.verify=false``.
+        options: ``key=value`` each; values that are JSON are read as such, but a password of digits
+            stays text; dots in a key go into groups: ``client_kwargs.verify=false``.
         options_file: A file with the options as one JSON object; those of ``options`` win.
 
     Raises:
@@ -47,7 +49,7 @@ def config_of(url: str, options: Sequence[str], options_file: Path | None) -> Fs
                     f"--option {key!r}: {part!r} has a value already, and is no group",
                     setting="--option",
                 )
-        group[path[-1]] = _value(value)
+        group[path[-1]] = value if _SECRET.fullmatch(path[-1]) else _value(value)
     settings = {"url": url, "storage_options": merged, "job_deadline_s": _PATIENCE_S}
     return parse_tier_config("object", FsspecConfig, settings)
 
