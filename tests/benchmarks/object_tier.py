@@ -9,7 +9,7 @@ the engine's thread, and memory over ten thousand puts and gets.
 
 The last line is the verdict (with ``--json`` on standard error). A full run exits with 1 when a
 budget is missed. A quick run is too short to judge: it fails only when something does not work or
-bytes are wrong, and says what it found. A full run writes about 35 GB to the server's disk, which
+bytes are wrong, and says what it found. A full run writes about 50 GB to the server's disk, which
 is given back at the end where the server was started here. Client and server share the processors.
 """
 

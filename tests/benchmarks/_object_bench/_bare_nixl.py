@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-from _object_bench._contenders import new_prefix
+from _object_bench._contenders import Pace, new_prefix
 
 from kv_core.tierkit.testing import example_key
 from kv_tier_obj._nixl import open_agent
@@ -48,6 +48,7 @@ class BareNixl:
     def open(self, block_bytes: int) -> None:
         """Open an agent and register the memory."""
         access = self._place.access
+        self._pace = Pace()
         self._block_bytes = block_bytes
         self._prefix = new_prefix(self.name)
         self._devices = itertools.count(1)
@@ -110,6 +111,8 @@ class BareNixl:
             handle = agent.make_prepped_xfer(operation, self._blocks, slots, objects, order)
             agent.transfer(handle)
             running.append((handle, objects, registered))
+        num_blocks = sum(len(batch.keys) for batch in batches)
+        self._pace.sleep(operation, num_blocks)
         while running:
             handle, objects, registered = running[0]
             if agent.check_xfer_state(handle) != "DONE":
@@ -119,4 +122,6 @@ class BareNixl:
             agent.release_dlist_handle(objects)
             agent.deregister_memory(registered, [_PLUGIN])
             del running[0]
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._pace.note(operation, num_blocks, seconds)
+        return seconds

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kv_core.contract import SecondaryTierManager, TierSpec
 
-__all__ = ["GETS", "HEADS", "PUTS", "Contender", "TierContender", "new_prefix"]
+__all__ = ["GETS", "HEADS", "PUTS", "Contender", "Pace", "TierContender", "new_prefix"]
 
 GETS: Final = 32
 """Reads at a time: what the tier does by default, and so the client library here."""
@@ -39,9 +39,7 @@ HEADS: Final = 128
 """Lookups at a time."""
 
 _POLL_S: Final = 0.002
-_UNWATCHED_SHARE: Final = 0.6
-"""Of the time that the last blocks took: nobody looks for results before. A look takes the
-interpreter from those that move blocks, and an engine has other work meanwhile."""
+_UNWATCHED_SHARE: Final = 0.5
 # To ask for a thousand keys is work; an engine does it once a step.
 _STEP_S: Final = 0.01
 _serial: Final = itertools.count()
@@ -74,6 +72,25 @@ def new_prefix(name: str) -> str:
 
 
 @final
+class Pace:
+    """When to look for results: not before half of the time that it took before.
+
+    A look takes the interpreter from those that move blocks; an engine has other work meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._block_s: dict[object, float] = {}
+
+    def sleep(self, kind: object, num_blocks: int) -> None:
+        """Wait until then."""
+        time.sleep(_UNWATCHED_SHARE * num_blocks * self._block_s.get(kind, 0.0))
+
+    def note(self, kind: object, num_blocks: int, seconds: float) -> None:
+        """Note how long it took."""
+        self._block_s[kind] = seconds / num_blocks
+
+
+@final
 class TierContender:
     """A tier of kv-core, called the way an engine calls it.
 
@@ -97,11 +114,11 @@ class TierContender:
         self._settings = settings
         self._memory = memory
         self._job_ids = itertools.count(1)
-        self._block_s: dict[bool, float] = {}
+        self._pace = Pace()
 
     def open(self, block_bytes: int) -> None:
         """Open the tier below a prefix of its own."""
-        self._block_s.clear()
+        self._pace = Pace()
         self._primary = PrimaryView(self._memory.view(block_bytes), block_bytes)
         self.tier = open_tier(
             self._spec,
@@ -160,7 +177,7 @@ class TierContender:
             submit(job)
         waiting = len(jobs)
         num_blocks = sum(len(batch.keys) for batch in batches)
-        time.sleep(_UNWATCHED_SHARE * num_blocks * self._block_s.get(load, 0.0))
+        self._pace.sleep(load, num_blocks)
         while waiting:
             results = list(self.tier.get_finished_jobs())
             for result in results:
@@ -170,7 +187,7 @@ class TierContender:
             if not results:
                 time.sleep(_POLL_S)
         seconds = time.perf_counter() - start
-        self._block_s[load] = seconds / num_blocks
+        self._pace.note(load, num_blocks, seconds)
         for job in jobs:
             self.tier.on_request_finished(job.req_context)
         return seconds

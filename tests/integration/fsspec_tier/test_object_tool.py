@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from typing_extensions import override
 
 from kv_core.cli import main
 from kv_core.tierkit.testing import example_key
+from kv_tier_fsspec import _filesystem
 from kv_tier_fsspec._cli._access import BlockingAccess, Entry
 from kv_tier_fsspec._cli._check import check_blocks
 from kv_tier_fsspec._cli._survey import find_namespaces, report_on
@@ -215,6 +217,53 @@ def test_a_folder_that_cannot_be_listed_does_not_end_the_check(
     )
     # A sum without it would be a wrong one.
     assert main(["object", "du", file["url"]]) == 2
+
+
+def test_a_store_that_is_gone_ends_the_check(
+    drive: Drive, file: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """With status 2: thousands of folders are not tried one after the other."""
+    assert drive(file).store(KEYS).success
+    entries, asked = BlockingAccess.entries, []
+
+    async def failing(self: BlockingAccess, folder: str) -> list[Entry]:
+        if folder.rpartition("/")[2].isalnum() and len(folder.rpartition("/")[2]) == 3:
+            asked.append(folder)
+            raise TimeoutError("no answer")
+        return await entries(self, folder)
+
+    monkeypatch.setattr(BlockingAccess, "entries", failing)
+    assert main(["object", "fsck", file["url"]]) == 2
+    assert "TimeoutError: no answer" in capsys.readouterr().err
+    assert len(asked) <= 8
+
+
+def test_a_description_that_may_not_be_read_is_a_problem(
+    drive: Drive, file: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Of its namespace, and of no other."""
+    assert drive(file).store(KEYS).success
+
+    async def refusing(self: BlockingAccess, name: str) -> bytes:
+        raise PermissionError(13, "Permission denied", name)
+
+    monkeypatch.setattr(BlockingAccess, "read", refusing)
+    assert main(["object", "fsck", file["url"]]) == 1
+    assert "its description (namespace.json) may not be read" in capsys.readouterr().out
+
+
+def test_a_driver_that_is_missing_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of it is imported."""
+
+    def missing(_: str) -> None:
+        raise ImportError("Install adlfs")
+
+    monkeypatch.setattr(_filesystem, "get_filesystem_class", missing)
+    monkeypatch.setitem(sys.modules, "kv_tier_fsspec._azure", None)
+    assert main(["object", "ls", "az://blocks/kv"]) == 2
+    assert "pip install 'kv-tier-fsspec[az]'" in capsys.readouterr().err
 
 
 def test_azure_that_does_not_answer_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,6 +187,9 @@ def test_files_of_options_are_found_and_missed(
     monkeypatch.setenv("HOME", str(file.parent))
     options = {**sftp["storage_options"], option: f"~/{file.name}"}
     assert drive({**sftp, "storage_options": options}).store(KEYS[:1]).success
+    options[option] = 5
+    with pytest.raises(ConfigError, match=rf"'{option}' in 'storage_options' is a int; expected"):
+        drive({**sftp, "storage_options": options})
     options[option] = "~/nosuch"
     with pytest.raises(ConfigError, match=rf"'{option}' in 'storage_options' names .*/nosuch'"):
         drive({**sftp, "storage_options": options})

@@ -33,6 +33,8 @@ def test_a_password_of_digits_is_text() -> None:
     """As a number it would be refused by the client, and not be masked in messages."""
     found = options_of(["password=123456", "account_key=42", "auth_timeout=10"])
     assert found == {"password": "123456", "account_key": "42", "auth_timeout": 10}
+    found = options_of(['password="123"', 'token={"a": 1}', "key=null"])
+    assert found == {"password": "123", "token": {"a": 1}, "key": None}
 
 
 def test_only_the_first_equals_sign_divides() -> None:

@@ -18,6 +18,8 @@ closes connections.
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -116,7 +118,7 @@ class SftpSessions:
         self._known_hosts = None if known_hosts is None else _file_named("known_hosts", known_hosts)
         key_files = self._options.get("key_filename")
         if key_files:
-            several = [key_files] if isinstance(key_files, (str, Path)) else key_files
+            several = key_files if isinstance(key_files, (list, tuple)) else [key_files]
             self._options["key_filename"] = [_file_named("key_filename", file) for file in several]
         self._port = self._options.get("port", _SSH_PORT)
         self._policy = self._host_key_policy(self._options.pop("host_key_policy", "reject"))
@@ -323,7 +325,7 @@ class SftpSessions:
         except paramiko.BadHostKeyException as error:
             client.close()
             known_as = self._host if self._port == _SSH_PORT else f"'[{self._host}]:{self._port}'"
-            file = "" if self._known_hosts is None else f" -f {self._known_hosts}"
+            file = "" if self._known_hosts is None else f" -f {shlex.quote(self._known_hosts)}"
             raise HostKeyError(
                 f"{self._host!r} shows another host key than the known one: it was set up anew, "
                 f"or somebody is in between. If it was, remove its line: ssh-keygen{file} -R "
@@ -348,7 +350,8 @@ class SftpSessions:
         if name != "reject":
             return _POLICIES[name]()
         port = "" if self._port == _SSH_PORT else f"-p {self._port} "
-        file = "~/.ssh/known_hosts" if self._known_hosts is None else self._known_hosts
+        known = self._known_hosts
+        file = "~/.ssh/known_hosts" if known is None else shlex.quote(known)
         return _Refuse(f"ssh-keyscan {port}{self._host} >> {file}")
 
     # -- the watchdog -----------------------------------------------------------------------------
@@ -399,14 +402,21 @@ class _Refuse(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # paramiko 
         )
 
 
-def _file_named(option: str, name: str | Path) -> str:
+def _file_named(option: str, name: Any) -> str:
     """Return the path of a file that an option names.
 
     Raises:
         ConfigError: There is none.
     """
-    file = Path(name).expanduser()
-    if not file.is_file():
+    if not isinstance(name, (str, Path)):
+        raise ConfigError(
+            f"{option!r} in 'storage_options' is a {type(name).__name__}; expected the name of a "
+            "file",
+            setting="storage_options",
+        )
+    # Without a home folder, '~' is a name like others.
+    file = Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises then
+    if not file.exists() or file.is_dir():
         raise ConfigError(
             f"{option!r} in 'storage_options' names {str(file)!r}, and there is no such file",
             setting="storage_options",

@@ -53,6 +53,11 @@ _LONGEST_PAUSE_S: Final = 0.004
 look costs; NIXL has work enough meanwhile, but a job waits for the last of its blocks."""
 
 _ENDS_A_LOOK: Final = 2
+"""How many transfers are awaited between two looks, while more are to be begun than NIXL can be at
+together."""
+
+_UNSEEN_ENDS: Final = 2
+"""Transfers that may have ended since the last look."""
 
 _HANGING_AFTER_S: Final = 1.0
 _HANGING_PAUSE_S: Final = 0.02
@@ -200,9 +205,9 @@ class Mover:
         ended_at = time.monotonic()
         while True:
             with self._changed:
-                # What comes while NIXL has work enough is begun after the next look: to be woken
-                # costs as much as to begin it.
-                self._has_room = len(self._running) < self._threads
+                # What comes while NIXL has more than it can be at is begun after the next look: to
+                # be woken costs as much as to begin it.
+                self._has_room = len(self._running) < self._threads + _UNSEEN_ENDS
                 if not self._queue and not self._stopping:
                     busy = self._running or self._unreleased
                     self._changed.wait(pause_s if busy else None)

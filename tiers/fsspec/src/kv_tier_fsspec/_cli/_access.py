@@ -161,7 +161,9 @@ class _AzureAccess(Access):
 
     @override
     async def read(self, name: str) -> bytes:
-        return await self._store.get(name, await self._store.length(name))
+        length = await self._store.length(name)
+        # There is no range of nothing.
+        return await self._store.get(name, length) if length else b""
 
     @override
     async def remove(self, name: str) -> None:
@@ -182,6 +184,7 @@ async def open_access(config: FsspecConfig) -> AsyncIterator[tuple[Access, str]]
             "into it. Name a storage that lasts",
             setting="URL",
         )
+    is_asynchronous = filesystem_class(config.protocol).async_impl
     if config.protocol in AZURE_PROTOCOLS:
         from kv_tier_fsspec._azure import AzureStore
 
@@ -190,7 +193,7 @@ async def open_access(config: FsspecConfig) -> AsyncIterator[tuple[Access, str]]
             yield _AzureAccess(store), store.strip(config.url).rstrip("/")
         finally:
             await store.close()
-    elif filesystem_class(config.protocol).async_impl:
+    elif is_asynchronous:
         async with _asynchronous(config) as (fs, root):
             yield _AsyncAccess(fs), root
     else:

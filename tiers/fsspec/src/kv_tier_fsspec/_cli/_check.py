@@ -64,7 +64,7 @@ async def check_blocks(
     running: set[asyncio.Task[Finding | None]] = set()
     unlisted: list[Finding] = []
 
-    def skip(folder: str, error: Exception) -> None:
+    def skip(folder: str, error: PermissionError) -> None:
         problem = f"none of the blocks in this folder was checked: {describe(error)}"
         unlisted.append(Finding(folder, problem, is_damaged=False, is_deleted=False))
 

@@ -18,6 +18,7 @@ __all__ = ["config_of"]
 
 # No engine waits: a large block may take its time on a slow line.
 _PATIENCE_S: Final = 600.0
+# A password of digits is text to clients, and masked only as such.
 _SECRET: Final = re.compile(r"(?:.*_)?(?:key|secret|token|password|passphrase|pwd)")
 
 
@@ -49,7 +50,9 @@ def config_of(url: str, options: Sequence[str], options_file: Path | None) -> Fs
                     f"--option {key!r}: {part!r} has a value already, and is no group",
                     setting="--option",
                 )
-        group[path[-1]] = value if _SECRET.fullmatch(path[-1]) else _value(value)
+        read = _value(value)
+        is_digits = isinstance(read, (int, float)) and _SECRET.fullmatch(path[-1])
+        group[path[-1]] = value if is_digits else read
     settings = {"url": url, "storage_options": merged, "job_deadline_s": _PATIENCE_S}
     return parse_tier_config("object", FsspecConfig, settings)
 

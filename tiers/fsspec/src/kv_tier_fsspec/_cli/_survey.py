@@ -114,6 +114,8 @@ async def _describe(access: Access, folder: str) -> FoundNamespace:
         content = await access.read(f"{folder}/namespace.json")
     except FileNotFoundError:
         return FoundNamespace(folder, None, {}, "it has no description (namespace.json)")
+    except PermissionError:
+        return FoundNamespace(folder, None, {}, "its description (namespace.json) may not be read")
     try:
         described = dict(json.loads(content)["namespace"])
         namespace = Namespace.from_description(dict(described))
@@ -125,61 +127,70 @@ async def _describe(access: Access, folder: str) -> FoundNamespace:
     return FoundNamespace(folder, namespace, described)
 
 
-def _raise(folder: str, error: Exception) -> None:  # noqa: ARG001 - as others are called
+def _raise(folder: str, error: PermissionError) -> None:  # noqa: ARG001 - as others are called
     raise error
 
 
 async def report_on(
     access: Access,
     found: FoundNamespace,
-    skip: Callable[[str, Exception], None] = _raise,
+    skip: Callable[[str, PermissionError], None] = _raise,
 ) -> Report:
     """Count the blocks of a namespace. Memory does not grow with their number.
 
     Args:
         access: The filesystem.
         found: The namespace.
-        skip: Called with a folder that cannot be listed, and why; goes on without it if it returns.
+        skip: Called with a folder that may not be listed, and why; goes on without it if it
+            returns.
     """
     report = Report()
     async for entry in blocks_of(access, found, skip):
         report.add(entry)
-    for entry in await access.entries_if_any(f"{found.folder}/unfinished"):
+    for entry in await _listed(access, f"{found.folder}/unfinished", skip):
         report.unfinished += 1
         report.unfinished_bytes += entry.size_bytes or 0
     return report
 
 
+async def _listed(
+    access: Access, folder: str, skip: Callable[[str, PermissionError], None]
+) -> list[Entry]:
+    try:
+        return await access.entries_if_any(folder)
+    except PermissionError as error:
+        # Of this folder; whatever else goes wrong would go wrong with thousands of others.
+        skip(folder, error)
+        return []
+
+
 async def blocks_of(
     access: Access,
     found: FoundNamespace,
-    skip: Callable[[str, Exception], None] = _raise,
+    skip: Callable[[str, PermissionError], None] = _raise,
 ) -> AsyncIterator[Entry]:
     """Yield the blocks of a namespace, one folder after the other, a few listings ahead.
 
     Args:
         access: The filesystem.
         found: The namespace.
-        skip: Called with a folder that cannot be listed, and why; goes on without it if it returns.
+        skip: Called with a folder that may not be listed, and why; goes on without it if it
+            returns.
     """
-
-    async def listed(folder: str) -> list[Entry]:
-        try:
-            return await access.entries_if_any(folder)
-        except Exception as error:  # noqa: BLE001 - libraries raise anything
-            skip(folder, error)
-            return []
-
     folders: list[str] = []
-    for rank in await listed(found.folder):
+    for rank in await _listed(access, found.folder, skip):
         if rank.size_bytes is None and _RANK.fullmatch(rank.stem):
-            folders += [entry.name for entry in await listed(rank.name) if entry.size_bytes is None]
+            folders += [
+                entry.name
+                for entry in await _listed(access, rank.name, skip)
+                if entry.size_bytes is None
+            ]
     ahead: deque[asyncio.Task[list[Entry]]] = deque()
     todo = iter(folders)
     try:
         while True:
             for folder in todo:
-                ahead.append(asyncio.create_task(listed(folder)))
+                ahead.append(asyncio.create_task(_listed(access, folder, skip)))
                 if len(ahead) == _MOST_LISTINGS:
                     break
             if not ahead:
