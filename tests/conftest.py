@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,6 +20,15 @@ _ROOT: Final = Path(__file__).parents[1]
 
 # They import vLLM; tests/integration/vllm/test_vllm_env.py runs them where there is one.
 collect_ignore = [] if find_spec("vllm") else ["vllm_env"]
+
+
+def pytest_configure() -> None:
+    """Take interrupts, also in the background of a shell, which has its children ignore them.
+
+    Tests send some, to this process and to others, which inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
