@@ -119,14 +119,14 @@ def test_what_comes_while_nixl_is_busy_is_begun(open_tier: Open, world: World) -
     driver = open_tier(threads=2)
     assert driver.store(KEYS).success
     for _ in range(20):
-        world.stuck.update(map(NAMES.block, KEYS[:2]))
-        busy = driver.submit_load(KEYS[:2])
-        until(lambda: free_slots(driver) == 30)
-        late = driver.submit_load(KEYS[2:4])
+        world.stuck.update(map(NAMES.block, KEYS[:6]))
+        busy = driver.submit_load(KEYS[:6])
+        until(lambda: free_slots(driver) == 26)
+        late = driver.submit_load(KEYS[6:8])
         world.let_go()
         assert driver.wait(busy).success
         assert driver.wait(late).success
-        assert driver.load(KEYS[4:5]).success
+        assert driver.load(KEYS[8:9]).success
 
 
 def test_a_job_ends_in_time_whatever_nixl_does(open_tier: Open, world: World) -> None:

@@ -649,8 +649,7 @@ def test_faults_of_the_storage_pass(rigs: Rigs) -> None:
             jobs = [rig.submit_store([key]) for key in rigs.keys(6)]
             jobs += [rig.submit_load([key]) for key in known]
             rig.wait_all(jobs, clause="DATA-11")
-        # One by one: a key that failed is asked for anew after its back-off, and while errors go on
-        # there need not be a moment at which nothing of several is open.
+        # One by one: failed keys are asked for anew, so of several one may be open at all times.
         request = rig.new_request()
         for key in [*known, rigs.key()]:
             rig.resolve([key], request)

@@ -4,7 +4,7 @@ There is one for loads and one for stores: NIXL serves requests in the order in 
 a load would wait for all stores before it.
 
 **Who owns what.** The agent, its handles and everything that begins with ``_`` belong to the
-thread, except ``_queue`` and ``_stopping``, which are guarded by the lock of ``_changed``. A
+thread, except ``_queue``, ``_stopping`` and ``_has_room``, guarded by the lock of ``_changed``. A
 :class:`Transfer` belongs to the thread from :meth:`Mover.submit` until it is in a call of
 ``deliver``, which comes exactly once for each.
 
