@@ -104,8 +104,8 @@ class S3Harness(BaseHarness):
             # Once more would be later than the deadlines that the suite sets.
             "max_attempts": 1,
             "engine": self.engine.value,
-            "job_deadline_s": opening.deadlines.job_s,
-            "lookup_deadline_s": opening.deadlines.lookup_s,
+            "job_deadline_s": opening.deadlines.job_s * self.server_type.patience,
+            "lookup_deadline_s": opening.deadlines.lookup_s * self.server_type.patience,
             "error_backoff_s": opening.deadlines.error_backoff_s,
         }
 

@@ -146,6 +146,8 @@ class Rgw(S3Server):
     """
 
     name: ClassVar[str] = "rgw"
+    # A write is answered when it is on the disk: on a busy machine 0.3 s are not enough for that.
+    patience: ClassVar[float] = 2.0
     kms_key_id: ClassVar[str] = "key-of-the-tests"
 
     _CAPACITY_BYTES: ClassVar[int] = 16 << 30

@@ -190,10 +190,12 @@ class S3Server(ABC):
     Attributes:
         name: What tests call this kind of server.
         start_s: The longest that it may take to come up.
+        patience: How many times the suite's deadlines of jobs and lookups it is given.
     """
 
     name: ClassVar[str]
     start_s: ClassVar[float] = 60.0
+    patience: ClassVar[float] = 1.0
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
