@@ -40,7 +40,7 @@ from kv_conformance.run._junit import write_junit
 from kv_conformance.run._options import add_options, read_options
 from kv_conformance.run._report import make_room, write_report
 from kv_conformance.run._stacks import catch_crashes
-from kv_conformance.run._subjects import find_subjects
+from kv_conformance.run._subjects import find_subjects, refuse_strange_faults
 from kv_conformance.run._summary import show
 from kv_conformance.run._supervisor import WORKDIR_VARIABLE, supervise
 from kv_conformance.run._verdict import Verdict, judge
@@ -254,6 +254,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         found = find_subjects(options.tiers, options.harnesses, Path(os.environ[WORKDIR_VARIABLE]))
         for subject in found:
             subject.harness.start()
+            refuse_strange_faults(subject)
             subjects[subject.name] = subject
     except HarnessError as error:
         journal.write("problem", message=str(error))
@@ -268,6 +269,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             capabilities=sorted(
                 str(getattr(item, "value", item)) for item in subject.spec.capabilities
             ),
+            faults=sorted(fault.value for fault in subject.harness.faults),
         )
 
 

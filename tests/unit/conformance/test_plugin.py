@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kv_conformance import plugin
-from kv_conformance.harness import HarnessError
-from kv_conformance.rig import Budget
+from kv_conformance.harness import Fault, HarnessError
+from kv_conformance.rig import Budget, SubjectType
 from kv_conformance.run._integrity import (
     find_changes,
     find_strangers,
@@ -25,7 +25,7 @@ from kv_conformance.run._journal import (
     read_journal,
 )
 from kv_conformance.run._options import INI_OVERRIDES
-from kv_conformance.run._subjects import find_subjects
+from kv_conformance.run._subjects import find_subjects, refuse_strange_faults
 from kv_conformance.suite import SUITE_FILES, load_suite
 
 if TYPE_CHECKING:
@@ -300,6 +300,18 @@ def test_a_strange_declaration(
     module.make = lambda workdir: DictHarness(workdir, dict_spec(**changes))
     monkeypatch.setitem(sys.modules, "strange_tier", module)
     assert words in refusal(tmp_path, harnesses=("strange_tier:make",))
+
+
+@pytest.mark.parametrize("faults", [None, [Fault.ERROR], frozenset({"error", "stall"})])
+def test_strange_faults(tmp_path: Path, faults: object) -> None:
+    """Faults that are no set of the suite's are refused, not taken for none."""
+    from kv_conformance.reference import DictHarness, dict_spec
+
+    harness: Any = DictHarness(tmp_path, dict_spec())
+    harness.faults = faults
+    subject = SubjectType("dict", "here", harness.spec, harness, "here", tmp_path)
+    with pytest.raises(HarnessError, match="expected a frozenset of members of"):
+        refuse_strange_faults(subject)
 
 
 def test_an_unknown_capability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,8 @@ TIER: Final[Shape] = {
     "verdict": str,
     "capabilities": [str],
     "undeclared": [str],
+    "faults": [str],
+    "faults_left_out": [str],
     "problems": [str],
     "clauses": [CLAUSE],
 }
@@ -98,7 +100,14 @@ def make_verdict(verdict: Verdict, **outcomes: ClauseOutcome) -> TierVerdict:
         )
         for clause in CLAUSES
     )
-    return TierVerdict("acme", "kv-tier-acme 1.0", ("bounded", "shared"), verdict, results)
+    return TierVerdict(
+        "acme",
+        "kv-tier-acme 1.0",
+        ("bounded", "shared"),
+        verdict,
+        results,
+        faults=("error", "stall"),
+    )
 
 
 GOOD: Final = make_verdict(Verdict.CONFORMANT)
@@ -152,6 +161,14 @@ def test_capabilities_declared_and_not(tmp_path: Path) -> None:
     assert tier["capabilities"] == ["bounded", "shared"]
     assert {*tier["capabilities"], *tier["undeclared"]} == {item.value for item in Capability}
     assert not {*tier["capabilities"]} & {*tier["undeclared"]}
+
+
+def test_faults_made_and_left_out(tmp_path: Path) -> None:
+    """What a storage was not put through is told, to machines and to people."""
+    (tier,) = written(tmp_path, GOOD)["tiers"]
+    assert (tier["faults"], tier["faults_left_out"]) == (["error", "stall"], ["full", "short"])
+    text = (tmp_path / "conformance-report.md").read_text(encoding="utf-8")
+    assert "the harness makes: error, stall; left out: full, short." in text
 
 
 def test_each_clause_once(tmp_path: Path) -> None:

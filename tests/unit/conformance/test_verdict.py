@@ -36,9 +36,19 @@ def case_name(clause: Clause) -> str:
     return f"test_all::test_{clause.id}"
 
 
-def subject(tier: str = "acme", capabilities: Iterable[str] = ("bounded",)) -> Event:
+def subject(
+    tier: str = "acme",
+    capabilities: Iterable[str] = ("bounded",),
+    faults: Iterable[str] = ("error", "stall"),
+) -> Event:
     """Return the event of a tier that was found."""
-    return {"event": "subject", "tier": tier, "origin": "acme 1.0", "capabilities": [*capabilities]}
+    return {
+        "event": "subject",
+        "tier": tier,
+        "origin": "acme 1.0",
+        "capabilities": [*capabilities],
+        "faults": [*faults],
+    }
 
 
 def outcome(clause_id: str, result: str, message: str = "", tier: str = "acme") -> list[Event]:
@@ -210,6 +220,23 @@ def test_a_test_that_the_suite_does_not_have() -> None:
     verdict = only(good_run() + outcome("LOOK-99", "passed"))
     assert verdict.verdict is Verdict.ERROR
     assert "test_all::test_LOOK-99" in verdict.problems[0]
+
+
+@pytest.mark.parametrize("faults", [(), ("error",), ("full", "stall")])
+def test_a_harness_that_spares_its_storage(faults: tuple[str, ...]) -> None:
+    """Without errors and stalls several clauses would pass untested: there is no verdict."""
+    verdict = only([subject(faults=faults), *good_run()[1:]])
+    assert verdict.verdict is Verdict.ERROR
+    assert verdict.faults == faults
+    (problem,) = verdict.problems
+    lacking = ", ".join(sorted({"error", "stall"} - set(faults)))
+    assert f"does not make the fault(s) {lacking}, without which" in problem
+
+
+def test_a_broken_clause_is_told_even_so() -> None:
+    """What failed has failed, whatever else was not tested."""
+    verdict = only([subject(faults=()), *good_run()[1:], violation("LOOK-3")])
+    assert verdict.verdict is Verdict.NON_CONFORMANT
 
 
 def test_an_unknown_capability() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from typing_extensions import override
@@ -13,6 +13,7 @@ from kv_conformance.mutants._mutant import mutant
 from kv_conformance.reference import (
     DictHarness,
     DictTier,
+    FolderConfig,
     FolderHarness,
     FolderTier,
     dict_spec,
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kv_conformance.harness import Harness
-    from kv_core.contract import JobError, JobMetadata, OffloadKey, TierContext
+    from kv_core.contract import JobError, JobMetadata, OffloadKey, TierContext, TierLimits
+
+_SMALL_BLOCK_BYTES: Final = 128 << 10
 
 
 # -- ZC-1 ------------------------------------------------------------------------------------------
@@ -68,6 +71,30 @@ class _Bounces(DictTier):
 def bounces_whole_jobs(workdir: Path) -> Harness:
     """Make the harness."""
     return DictHarness(workdir, dict_spec(_Bounces))
+
+
+def _small_blocks(config: FolderConfig) -> TierLimits:
+    return config.limits(
+        min_retained_blocks=config.capacity_blocks, max_block_bytes=_SMALL_BLOCK_BYTES
+    )
+
+
+class _BouncesSmallBlocks(FolderTier):
+    @override
+    def submit_load(self, job: JobMetadata) -> None:
+        buffer = bytearray(len(job.keys) * self.context.primary.block_bytes)
+        super().submit_load(job)
+        buffer.clear()
+
+
+@mutant(
+    "ZC-1",
+    breaks="Allocates a buffer for a whole load, and takes only blocks that are small beside it.",
+    source="a limit on blocks must not hide what a job of many of them takes",
+)
+def bounces_small_blocks(workdir: Path) -> Harness:
+    """Make the harness."""
+    return FolderHarness(workdir, folder_spec(_BouncesSmallBlocks, limits=_small_blocks))
 
 
 class _CopiesBlocks(FolderTier):
@@ -117,6 +144,17 @@ class _Snapshots(FolderTier):
 def takes_a_snapshot(workdir: Path) -> Harness:
     """Make the harness."""
     return FolderHarness(workdir, folder_spec(_Snapshots))
+
+
+@mutant(
+    "ZC-2",
+    breaks="Copies the blocks of a store when it is submitted, and takes only small ones.",
+    source="a limit on blocks must not hide what a job of many of them takes",
+    also=frozenset({"ZC-1"}),
+)
+def takes_a_snapshot_of_small_blocks(workdir: Path) -> Harness:
+    """Make the harness."""
+    return FolderHarness(workdir, folder_spec(_Snapshots, limits=_small_blocks))
 
 
 class _RemembersSlots(DictTier):

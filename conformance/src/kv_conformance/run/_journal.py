@@ -32,7 +32,7 @@ that nobody judges.
 _OF_A_TEST: Final = frozenset({"tier", "case"})
 _FIELDS: Final[dict[str, frozenset[str]]] = {
     "start": frozenset(),
-    "subject": frozenset({"tier", "origin", "capabilities"}),
+    "subject": frozenset({"tier", "origin", "capabilities", "faults"}),
     "begin": _OF_A_TEST | {"clause", "silence_s"},
     "violation": _OF_A_TEST | {"clause", "message"},
     "end": _OF_A_TEST | {"outcome", "message", "seconds"},

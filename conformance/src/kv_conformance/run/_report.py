@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
 import kv_conformance
-from kv_conformance.harness import HarnessError
+from kv_conformance.harness import Fault, HarnessError
 from kv_conformance.run._integrity import suite_digest
 from kv_conformance.run._verdict import Verdict
 from kv_core.contract import CONTRACT_VERSION, Capability
@@ -83,9 +83,15 @@ def _tier(verdict: TierVerdict) -> dict[str, Any]:
         "verdict": verdict.verdict.value,
         "capabilities": sorted(declared),
         "undeclared": sorted({member.value for member in Capability} - declared),
+        "faults": sorted(verdict.faults),
+        "faults_left_out": _left_out(verdict),
         "problems": list(verdict.problems),
         "clauses": [_clause(result) for result in verdict.results],
     }
+
+
+def _left_out(verdict: TierVerdict) -> list[str]:
+    return sorted({fault.value for fault in Fault} - set(verdict.faults))
 
 
 def _clause(result: ClauseResult) -> dict[str, Any]:
@@ -193,7 +199,11 @@ def _markdown(report: dict[str, Any], verdicts: Sequence[TierVerdict]) -> str:
             "",
             f"## `{verdict.tier}`: {verdict.verdict.value}",
             "",
-            f"From {verdict.origin}. Capabilities declared: {declared}.",
+            (
+                f"From {verdict.origin}. Capabilities declared: {declared}. Faults of the storage "
+                f"that the harness makes: {', '.join(sorted(verdict.faults)) or 'none'}; left out: "
+                f"{', '.join(_left_out(verdict)) or 'none'}."
+            ),
             "",
             "| clause | outcome | seconds | found |",
             "|---|---|---|---|",

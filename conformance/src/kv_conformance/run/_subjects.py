@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kv_conformance.harness import Harness, HarnessError
+from kv_conformance.harness import Fault, Harness, HarnessError
 from kv_conformance.rig import SubjectType
 from kv_core.contract import Capability
 from kv_core.errors import KVCoreError, UnknownTierError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kv_core.contract import TierSpec
 
-__all__ = ["find_subjects", "load_harness", "load_spec"]
+__all__ = ["find_subjects", "load_harness", "load_spec", "refuse_strange_faults"]
 
 # As the settings of an engine name it, and as a file of the report can be named.
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -97,6 +97,20 @@ def _refuse_unknown_capabilities(spec: TierSpec) -> None:
             f"tier {spec.type!r} declares {', '.join(sorted(map(repr, unknown)))}, which the "
             f"contract does not know: declare members of Capability, which are "
             f"{', '.join(member.name for member in Capability)}"
+        )
+
+
+def refuse_strange_faults(subject: SubjectType) -> None:
+    """Look at the faults that a harness says it makes, when it has been started.
+
+    Raises:
+        HarnessError: They are not a set of members of ``Fault``.
+    """
+    faults: object = subject.harness.faults
+    if not isinstance(faults, (set, frozenset)) or not all(isinstance(f, Fault) for f in faults):
+        raise HarnessError(
+            f"the harness of {subject.name} says that it makes the faults {faults!r}: expected a "
+            "frozenset of members of kv_conformance.harness.Fault"
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kv_conformance.clauses import CLAUSES, clause_of
+from kv_conformance.harness import Fault
 from kv_conformance.run._case import CASES
 from kv_core.contract import Capability
 
@@ -55,6 +56,9 @@ class ClauseOutcome(enum.Enum):
     """A clause on the lack of a capability that the tier declares."""
 
 
+# What every storage can be made to do. The others only where it knows such a thing.
+_NEEDED_FAULTS: Final = frozenset({Fault.ERROR.value, Fault.STALL.value})
+
 # The most telling first: what a clause is when its tests differ.
 _RANKING: Final = (
     ClauseOutcome.FAILED,
@@ -96,6 +100,7 @@ class TierVerdict:
         verdict: The outcome.
         results: Outcome per clause, in the order of the specification.
         problems: What kept the suite from judging.
+        faults: Which faults of its storage its harness makes.
     """
 
     tier: str
@@ -104,6 +109,7 @@ class TierVerdict:
     verdict: Verdict
     results: tuple[ClauseResult, ...]
     problems: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -209,11 +215,18 @@ def _judge(
         verdict=_overall(results, problems),
         results=results,
         problems=problems,
+        faults=tuple(subject["faults"]),
     )
 
 
 def _doubts(subject: dict[str, Any], seen: _Seen) -> Iterator[str]:
-    """Yield what in the journal cannot come from the suite alone."""
+    """Yield why what the tests say is not to be trusted."""
+    lacking = sorted(_NEEDED_FAULTS - set(subject["faults"]))
+    if lacking:
+        yield (
+            f"the harness of {subject['tier']} does not make the fault(s) {', '.join(lacking)}, "
+            "without which several clauses are not tested"
+        )
     unknown = sorted(set(subject["capabilities"]) - {member.value for member in Capability})
     if unknown:
         yield (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kv_conformance.harness import HarnessError
 from kv_conformance.rig import Broken
@@ -10,12 +10,27 @@ from kv_conformance.rig import Broken
 if TYPE_CHECKING:
     from kv_conformance.rig import Rig, Rigs
 
-__all__ = ["fitting", "opened_with_blocks"]
+__all__ = ["blocks_for", "fitting", "opened_with_blocks"]
+
+# What a tier notes of so many blocks is little beside the memory that tests leave it, and one that
+# looks through all of them for each is not too slow yet.
+_MOST_BLOCKS: Final = 256
 
 
 def fitting(rigs: Rigs, block_bytes: int) -> int:
     """Return a size, or the largest one that the tier declares."""
     return min(block_bytes, rigs.limits().max_block_bytes or block_bytes)
+
+
+def blocks_for(rigs: Rigs, total_bytes: int, block_bytes: int) -> int:
+    """Return how many blocks of a size that the tier takes make up so many bytes, within reason.
+
+    Args:
+        rigs: The tier.
+        total_bytes: What all of them should have.
+        block_bytes: The size that is wished for; a tier may declare that it takes only less.
+    """
+    return min(_MOST_BLOCKS, total_bytes // fitting(rigs, block_bytes))
 
 
 def opened_with_blocks(
