@@ -75,8 +75,14 @@ def speed_budgets(speeds: Speeds, name: str, vllm: str | None) -> Iterator[Budge
             if ratio is None or theirs is None:
                 continue
             # Nobody is faster than the disk: where it is slow, their tier keeps up with it, too.
-            most = _OF_RAW * speeds.raw(kind, size) / theirs
-            capped = "" if bound <= most else f", {bound:g} is more than this disk allows"
+            # And no more of raw is asked for than above, whoever else gets more.
+            raw_ratio = speeds.raw(kind, size) / theirs
+            most = _OF_RAW * raw_ratio
+            capped = ""
+            if bound > raw_ratio:
+                capped = f", {bound:g} is more than {RAW} reaches"
+            elif bound > most:
+                capped = f", {bound:g} is more than {_OF_RAW:g} of {RAW}"
             yield Budget(
                 f"{kind}, {label}, times {vllm}{capped}", ratio, round(min(bound, most), 2)
             )

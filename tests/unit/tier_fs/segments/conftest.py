@@ -36,6 +36,7 @@ class Instance:
     Args:
         root: Root folder.
         num_slots: Slots of a segment.
+        block_bytes: Payload bytes of a block.
         namespace: Namespace, or ``None`` for the usual one.
         limits: Changes of the limits.
     """
@@ -45,23 +46,25 @@ class Instance:
         root: Path,
         *,
         num_slots: int = 4,
+        block_bytes: int = _BLOCK_BYTES,
         namespace: Namespace | None = None,
         **limits: Any,
     ) -> None:
         self.root = root
+        self.block_bytes = block_bytes
         self.clock = ManualClock()
-        self.folder = NamespaceFolder(root, namespace or example_namespace(_BLOCK_BYTES))
+        self.folder = NamespaceFolder(root, namespace or example_namespace(block_bytes))
         self.folder.open(read_only=False, timeout_s=5)
         self.membership = Membership(root, self.folder.path)
         self.segments = Segments()
         self.index = BlockIndex()
         self.removed: list[Segment] = []
-        direct = DirectIO(_BLOCK_BYTES, wanted=False)
+        direct = DirectIO(block_bytes, wanted=False)
         self.space = Space(
             self.folder,
             self.segments,
             self.index,
-            _BLOCK_BYTES,
+            block_bytes,
             Limits(
                 **{
                     "capacity_bytes": None,
@@ -83,7 +86,7 @@ class Instance:
             self.own.path,
             self.own.writer,
             self.folder.fingerprint,
-            _BLOCK_BYTES,
+            block_bytes,
             lambda: num_slots,
             sync=False,
         )
@@ -91,21 +94,21 @@ class Instance:
             place, self.segments, self.space, direct, lambda: None, lambda task: task()
         )
         self.files = SegmentFiles(root, direct, most_open=8)
-        reader = SegmentReader(self.files, direct, _BLOCK_BYTES, lambda _: None)
+        reader = SegmentReader(self.files, direct, block_bytes, lambda _: None)
         self.reader = reader
         self.collector = Collector(
-            self.folder, self.space, self.index, reader, self.writer, _BLOCK_BYTES
+            self.folder, self.space, self.index, reader, self.writer, block_bytes
         )
         self.follower = Follower(
             self.folder,
-            _BLOCK_BYTES,
+            block_bytes,
             self.segments,
             self.index,
             self.removed.append,
             own=self.own.writer,
             trust_times=True,
         )
-        self._memory = memoryview(mmap.mmap(-1, 64 * _BLOCK_BYTES))
+        self._memory = memoryview(mmap.mmap(-1, 64 * block_bytes))
 
     def keys(self, *numbers: int) -> list[OffloadKey]:
         """Return keys by number."""
@@ -116,7 +119,7 @@ class Instance:
         keys = self.keys(*numbers)
         views = self._views(len(keys))
         for key, view in zip(keys, views, strict=True):
-            view[:] = block_bytes_of(key, _BLOCK_BYTES)
+            view[:] = block_bytes_of(key, self.block_bytes)
         stored, failures = self.writer.store(keys, views)
         for part in stored:
             chosen = keys[part.start : part.start + len(part.slots)]
@@ -133,10 +136,10 @@ class Instance:
             (key,) = self.keys(number)
             place = self.index.locate(key)
             (view,) = self._views(1)
-            view[:] = bytes(_BLOCK_BYTES)
+            view[:] = bytes(self.block_bytes)
             if place is None or self.reader.load([place], [key], [view]):
                 continue
-            assert bytes(view) == block_bytes_of(key, _BLOCK_BYTES)
+            assert bytes(view) == block_bytes_of(key, self.block_bytes)
             right.append(number)
         return right
 
@@ -157,7 +160,7 @@ class Instance:
         self.index.end_load()
 
     def _views(self, count: int) -> Sequence[memoryview]:
-        size = _BLOCK_BYTES
+        size = self.block_bytes
         return [self._memory[start : start + size] for start in range(0, count * size, size)]
 
     def disk_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from contextlib import nullcontext
@@ -12,13 +13,16 @@ import numpy as np
 import pytest
 
 from kv_core.contract import OffloadKey
+from kv_tier_fs import FsConfig, spec_of_layout
 from kv_tier_fs.segments._file_lock import FileLock
 from kv_tier_fs.segments._format import index_bytes
 from kv_tier_fs.segments._index import BlockIndex
+from kv_tier_fs.segments._reader import CHECKED_BYTES
 from kv_tier_fs.segments._segment import Segment, SegmentName
 from kv_tier_fs.segments._use_times import UseTimes
-from kv_tier_fs.segments._victims import Victims, loss_recency, worth_copying
+from kv_tier_fs.segments._victims import COPIED_SHARE, Victims, loss_recency, worth_copying
 from kv_tier_fs.segments._watch import is_local
+from kv_tier_fs.segments._writer import MOST_SEGMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,6 +156,41 @@ def test_used_blocks_outlive_their_segment(instance: Open) -> None:
     assert one.present(*range(SLOTS)) == [3, 7]
     assert one.load(3, 7) == [3, 7]
     assert one.disk_bytes() <= 4 * SEGMENT
+
+
+def test_blocks_that_are_larger_than_the_staging_memory_are_copied_one_by_one(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice of the victim counts them as kept, whatever their size."""
+    block_bytes, num_slots = (4 << 20) + 4096, 10
+    segment_bytes = num_slots * block_bytes + index_bytes(num_slots)
+    one = instance(num_slots=num_slots, block_bytes=block_bytes, capacity_bytes=2 * segment_bytes)
+    fill(one, 0, 1)
+    assert one.load(3, 7) == [3, 7]
+    assert one.store(100, 101) == {}
+    at_once: list[int] = []
+    load = one.collector._reader.load
+
+    class Noting:
+        def load(self, places: Any, keys: Any, blocks: Any) -> Any:
+            at_once.append(sum(map(len, blocks)))
+            return load(places, keys, blocks)
+
+    monkeypatch.setattr(one.collector, "_reader", Noting())
+    assert one.collector.collect() == 2
+    assert at_once == [block_bytes, block_bytes]
+    assert one.store(*range(102, 109)) == {}
+    assert one.present(*range(10)) == [3, 7]
+    assert one.load(3, 7) == [3, 7]
+
+
+def test_the_memory_of_copies_is_declared() -> None:
+    """For the largest block of which one can be spared, in whole pages."""
+    least_slots = next(count for count in range(100) if int(count * COPIED_SHARE))
+    largest_bytes = MOST_SEGMENT_BYTES // least_slots
+    config = FsConfig(root_dir=Path("root"), io_threads=2)
+    limits = spec_of_layout("segments").limits(config)
+    assert limits.staging_bytes >= largest_bytes + mmap.PAGESIZE + 2 * CHECKED_BYTES
 
 
 def test_nothing_is_copied_while_there_is_room(instance: Open) -> None:

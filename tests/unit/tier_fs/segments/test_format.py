@@ -18,6 +18,7 @@ from kv_tier_fs.segments._format import (
     IndexHeader,
     decode_frames,
     encode_frames,
+    find_frames,
     payload_checksum,
 )
 
@@ -130,6 +131,21 @@ def test_reading_goes_on_where_it_ended() -> None:
     ((_, end),) = _decode(first)
     ((frame, _),) = _decode((first + second)[end - HEADER_BYTES :], end)
     assert frame.split_keys() == _KEYS
+
+
+def test_whole_frames_are_found_behind_what_is_none() -> None:
+    """Wherever they begin, also behind bytes that only look like a beginning; torn ones are not."""
+    data = bytearray()
+    for _ in range(5):
+        data += _encode(HEADER_BYTES + len(data))
+    step = len(data) // 5
+    data[9] ^= 1
+    data[2 * step :] = data[:4] + data[2 * step + 4 :]
+    data[3 * step + 50] ^= 1
+    found = list(find_frames(memoryview(data[:-1]), _HEADER.seed, HEADER_BYTES))
+    assert [frame.split_keys() for frame in found] == [_KEYS, _KEYS]
+    assert list(find_frames(memoryview(data[step:-1]), _HEADER.seed, HEADER_BYTES)) == []
+    assert list(find_frames(memoryview(b""), _HEADER.seed, HEADER_BYTES)) == []
 
 
 def test_a_payload_under_another_key_fails_its_checksum() -> None:

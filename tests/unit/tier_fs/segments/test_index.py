@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,10 +13,11 @@ import pytest
 from kv_core.contract import OffloadKey
 from kv_tier_fs.segments._format import Frame, FrameKind
 from kv_tier_fs.segments._index import BlockIndex
+from kv_tier_fs.segments._key_table import KeyTable
 from kv_tier_fs.segments._segment import Segment, SegmentName
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 WRITER = b"w" * 16
 
@@ -440,6 +441,42 @@ def test_uses_are_ordered_by_job() -> None:
     assert segment.used_at == uses[0]
     counts, sums = index.survey()
     assert (counts.tolist(), sums.tolist()) == ([3], [float(sum(uses.values()))])
+
+
+def grow_after_a_look_at(
+    monkeypatch: pytest.MonkeyPatch, attribute: str, grow: Callable[[], None]
+) -> None:
+    """Let something be done right after an attribute of a table was read for the first time."""
+    slot: Any = KeyTable.__dict__[attribute]
+    due = [grow]
+
+    def read(table: KeyTable) -> Any:
+        found = slot.__get__(table)
+        if due:
+            due.pop()()
+        return found
+
+    monkeypatch.setattr(KeyTable, attribute, property(read, slot.__set__))
+
+
+@pytest.mark.parametrize("attribute", ["num_rows", "segments", "uses"])
+@pytest.mark.parametrize("how", ["survey", "uses_in"])
+def test_the_table_may_grow_under_a_survey(
+    monkeypatch: pytest.MonkeyPatch, attribute: str, how: str
+) -> None:
+    """Another thread looks at one column after the other, and in between the engine stores."""
+    index, old, new = BlockIndex(), segment_of(1), segment_of(2, 3000)
+    index.put(old, keys_of(*range(10)), range(10), range(10))
+    keys = keys_of(*range(10, 3010))
+    grow_after_a_look_at(
+        monkeypatch, attribute, lambda: index.put(new, keys, range(3000), range(3000))
+    )
+    if how == "survey":
+        counts, sums = index.survey()
+        assert (counts.tolist(), sums.tolist()) == ([10], [20.0])
+    else:
+        assert index.uses_in(old).tolist() == [2] * 10
+    assert len(index) == 3010
 
 
 def test_a_lookup_that_finds_a_block_is_a_use_of_it() -> None:

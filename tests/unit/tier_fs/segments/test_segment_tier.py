@@ -13,6 +13,7 @@ from kv_core.contract import JobErrorKind, parse_tier_config
 from kv_core.errors import ConfigError, TierClosedError, TierOpenError
 from kv_core.tierkit.testing import TierDriver, example_key
 from kv_tier_fs import spec_of_layout
+from kv_tier_fs.segments._index import BlockIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -163,6 +164,42 @@ def test_deleted_blocks_stay_deleted(drive: Drive, keys: list[OffloadKey]) -> No
     assert again.resolve(keys[:4]) == [True, False, False, True]
     again.store(keys[1:2])
     assert again.resolve(keys[:4]) == [True, True, False, True]
+
+
+def test_usage_tells_of_more_than_the_capacity(
+    drive: Drive, keys: list[OffloadKey], tmp_path: Path
+) -> None:
+    """What was stored before the capacity was lowered counts, until a store needs room (USE-1)."""
+    first = drive()
+    assert first.store(keys).success
+    first.close()
+    driver = drive(capacity_bytes=20000)
+    files = [*_files(tmp_path, "*.seg"), *_files(tmp_path, "*.idx")]
+    on_disk = sum(max(s.st_size, 512 * s.st_blocks) for s in map(os.stat, files))
+    usage = driver.tier.usage()
+    assert (usage.blocks, usage.bytes, usage.capacity_bytes) == (8, on_disk, 20000)
+    assert on_disk > 20000
+    assert driver.store([example_key(100)]).success
+    usage = driver.tier.usage()
+    assert usage.blocks * 4096 <= usage.bytes <= 20000
+
+
+def test_usage_takes_no_blocks_for_stored_that_went(
+    drive: Drive, keys: list[OffloadKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index may hear of it later than of the stores that room was made for."""
+    driver = drive(capacity_bytes=100_000)
+    assert driver.store(keys[:2]).success
+    monkeypatch.setattr(BlockIndex, "__len__", lambda _: 1000)
+    assert driver.tier.usage().bytes == 100_000
+
+
+def test_usage_without_blocks_is_nothing(drive: Drive, keys: list[OffloadKey]) -> None:
+    """A segment that is being filled is there, and no block takes anything (USE-1)."""
+    driver = drive(capacity_bytes=100_000)
+    assert driver.store(keys[:2]).success
+    driver.tier.delete(keys[:2])
+    assert (driver.tier.usage().blocks, driver.tier.usage().bytes) == (0, 0)
 
 
 def test_events_tell_what_changed(drive: Drive, keys: list[OffloadKey]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from kv_core.errors import BlockDeclinedError, ConfigError
 from kv_core.tierkit.testing import block_bytes_of, example_namespace
 from kv_tier_fs.segments._format import index_bytes
+from kv_tier_fs.segments._listing import list_writers
 from kv_tier_fs.segments._victims import Victims
 
 if TYPE_CHECKING:
@@ -98,6 +99,53 @@ def test_a_capacity_that_is_all_in_use_declines(instance: Open) -> None:
     assert isinstance(failures[1], BlockDeclinedError)
     assert "more than 'capacity_bytes' leaves it" in str(failures[1])
     assert one.load(0) == [0]
+
+
+# -- what is measured -----------------------------------------------------------------------------
+
+
+def count_twice_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next look at the folders find everything twice, as beside one who makes room."""
+    looks = [2]
+
+    def look(folder: Path) -> list[Path]:
+        return list_writers(folder) * (looks.pop() if looks else 1)
+
+    monkeypatch.setattr("kv_tier_fs.segments._space.list_writers", look)
+
+
+def test_more_than_the_capacity_is_measured_as_such(instance: Open) -> None:
+    """It was lowered, and nothing was stored since."""
+    one = instance()
+    fill(one, 0, 6)
+    two = instance(capacity_bytes=3 * SEGMENT)
+    two.space.measure()
+    assert two.space.disk_bytes == two.disk_bytes() > 3 * SEGMENT
+
+
+def test_what_goes_and_what_comes_in_its_place_do_not_both_count(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the capacity is believed only of a look while nobody makes room."""
+    one = instance(capacity_bytes=4 * SEGMENT)
+    fill(one, 0, 3)
+    count_twice_at_first(monkeypatch)
+    one.space.measure()
+    assert one.space.disk_bytes == one.disk_bytes() < 4 * SEGMENT
+
+
+def test_beside_one_who_makes_room_no_more_than_the_capacity_is_measured(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the lock, and the next look will tell."""
+    one = instance(capacity_bytes=4 * SEGMENT)
+    fill(one, 0, 3)
+    count_twice_at_first(monkeypatch)
+    with one.folder.lock_space(1):
+        one.space.measure()
+    assert one.space.disk_bytes == 4 * SEGMENT
+    one.space.measure()
+    assert one.space.disk_bytes == one.disk_bytes()
 
 
 # -- which segment goes ---------------------------------------------------------------------------

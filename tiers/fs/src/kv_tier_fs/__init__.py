@@ -42,9 +42,11 @@ _LARGEST_BLOCK_BYTES: Final = 64 << 20
 # Others' stores are looked for four times a second, and entered with the next call.
 _VISIBILITY_DELAY_S: Final = 1.0
 
-# Blocks in use are copied through so much memory when their segment goes, and each thread has some
-# to look whether what is to be stored is there already, and intact.
-_STAGING_BYTES: Final = 4 << 20
+# Blocks in use are copied through so much memory when their segment goes: 4 MiB, or one block where
+# that is more. A fifth of the slots of a segment is copied at most, so of the largest blocks with
+# copies, five fill the largest segment. Each thread has some memory to look whether what is to be
+# stored is there already, and intact.
+_STAGING_BYTES: Final = 52 << 20
 _STAGING_BYTES_PER_THREAD: Final = 1 << 20
 
 _CAPABILITIES: Final[Mapping[Layout, frozenset[Capability]]] = {

@@ -47,10 +47,13 @@ class FsConfig(TierKitConfig):
     ends the growth.
     """
     root_capacity_bytes: int | None = Field(default=None, gt=0)
-    """Most bytes that all namespaces below the root folder take together; layout 'segments' only.
+    """Most bytes that all namespaces below the root folder take together; layout 'segments' only:
+    blocks of layout 'files' neither count nor go.
     """
     namespace_ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """A namespace that nobody has used for so many seconds is removed; layout 'segments' only."""
+    """A namespace that nobody has used for so many seconds is removed; layout 'segments' only:
+    one of layout 'files' stays.
+    """
     durability: Literal["none", "data"] = "none"
     """What a stored block survives. 'none': the end of the process, however it ends; after a loss
     of power, blocks of the last seconds may be gone, and none is wrong. 'data': a loss of power,

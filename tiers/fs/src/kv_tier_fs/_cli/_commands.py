@@ -108,9 +108,9 @@ def _check(
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Read every block and verify its checksum.
+    """Read every block and every index, and verify their checksums.
 
-    Status 1: there is damage, and it was not retired.
+    Status 1: there is damage, and it was not retired; damage of an index never is.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn

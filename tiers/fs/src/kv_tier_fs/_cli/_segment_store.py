@@ -17,10 +17,15 @@ from typing import TYPE_CHECKING, ClassVar, Final, final
 import numpy as np
 from typing_extensions import override
 
+from kv_tier_fs._cli._index_damage import (
+    describe_lost_blocks,
+    describe_lost_removals,
+    read_frames,
+)
 from kv_tier_fs._cli._stores import LOCK_TIMEOUT_S, Damage, Report, Store, Victim, is_locked
 from kv_tier_fs.segments._direct import DirectIO
 from kv_tier_fs.segments._folder import LOCK_NAME, NamespaceFolder
-from kv_tier_fs.segments._format import FrameKind, IndexHeader
+from kv_tier_fs.segments._format import HEADER_BYTES, FrameKind, IndexHeader
 from kv_tier_fs.segments._index_reader import IndexReader
 from kv_tier_fs.segments._leftovers import reclaim_leftovers
 from kv_tier_fs.segments._listing import (
@@ -62,6 +67,7 @@ class _StoredSegment:
         index: File of the index.
         header: Header of the index; ``None`` when it cannot be read.
         problem: Why it cannot be read.
+        loss: What its index should say and does not; ``None`` when it is as it was written.
         frames: Stores.
         removed: Slots that do not count any more.
     """
@@ -71,6 +77,7 @@ class _StoredSegment:
     index: FileEntry
     header: IndexHeader | None
     problem: str | None
+    loss: str | None
     frames: list[Frame]
     removed: frozenset[int]
 
@@ -161,24 +168,22 @@ class SegmentStore(Store):
                 if number == REMOVALS_NUMBER:
                     continue
                 name = SegmentName(listing.writer, number)
+                payload = listing.payloads.get(number)
+                slots = frozenset(removed.get(name, ()))
                 reader = IndexReader(self.root, index.path)
                 try:
-                    frames = reader.read()
+                    frames = [f for f in read_frames(reader) if f.kind == FrameKind.STORED]
+                    problem = _header_problem(reader, index, listing)
+                    loss = None
+                    if reader.header is not None and problem is None:
+                        loss = describe_lost_blocks(reader, index, payload, frames, slots)
                 except FileNotFoundError:
                     continue
                 except OSError as error:
-                    yield _StoredSegment(
-                        name, listing.payloads.get(number), index, None, str(error), [], frozenset()
-                    )
+                    yield _StoredSegment(name, payload, index, None, str(error), None, [], slots)
                     continue
                 yield _StoredSegment(
-                    name,
-                    listing.payloads.get(number),
-                    index,
-                    reader.header,
-                    _header_problem(reader, index, listing),
-                    [frame for frame in frames if frame.kind == FrameKind.STORED],
-                    frozenset(removed.get(name, ())),
+                    name, payload, index, reader.header, problem, loss, frames, slots
                 )
 
     def _removed(self, listings: list[Listing]) -> dict[SegmentName, set[int]]:
@@ -198,12 +203,30 @@ class SegmentStore(Store):
 
     @override
     def check(self, advance: Callable[[int], None]) -> Iterator[Damage]:
-        for segment in self._segments(self._listings()):
-            if segment.header is None or segment.problem is not None:
-                if segment.problem is not None:
-                    yield Damage(segment.index.path, None, segment.problem)
+        listings = self._listings()
+        yield from self._check_removals(listings)
+        for segment in self._segments(listings):
+            # Nothing to retire in either case: what an index does not say, nobody finds.
+            if segment.problem is not None:
+                yield Damage(segment.index.path, None, segment.problem)
+            elif segment.header is not None:
+                if segment.loss is not None:
+                    yield Damage(segment.index.path, None, segment.loss)
+                yield from self._check_segment(segment, segment.header, advance)
+
+    def _check_removals(self, listings: list[Listing]) -> Iterator[Damage]:
+        for listing in listings:
+            index = listing.indexes.get(REMOVALS_NUMBER)
+            if index is None:
                 continue
-            yield from self._check_segment(segment, segment.header, advance)
+            reader = IndexReader(self.root, index.path)
+            with suppress(FileNotFoundError):
+                read_frames(reader)
+                problem = _header_problem(reader, index, listing)
+                if reader.header is not None and problem is None:
+                    problem = describe_lost_removals(reader)
+                if problem is not None:
+                    yield Damage(index.path, None, problem)
 
     def _check_segment(
         self, stored: _StoredSegment, header: IndexHeader, advance: Callable[[int], None]
@@ -334,7 +357,8 @@ def _header_problem(reader: IndexReader, index: FileEntry, listing: Listing) -> 
         return "an index of another version of the format; left as it is"
     if reader.header is None:
         # A writer that has just begun; what a dead one leaves is reclaimed at the next opening.
-        return None if not index.size_bytes or not index.sealed else "the index has no header"
+        has_just_begun = not index.sealed and reader.size_bytes <= HEADER_BYTES
+        return None if has_just_begun else "the index has no header"
     if reader.header.writer != listing.writer:
         return "an index of another writer"
     return None

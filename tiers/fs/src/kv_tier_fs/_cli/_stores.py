@@ -62,7 +62,7 @@ class Damage:
 
     Attributes:
         path: The file.
-        key: The block; ``None`` when a whole file cannot be read.
+        key: The block; ``None`` when a whole file cannot be read, or a part of an index.
         problem: What was found.
         retire: Makes it unfindable; ``None`` where that is not for this tool to do.
     """

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 COLLECT_LOCK_NAME: Final = "collect.lock"
 """In the folder of the namespace: locked by whoever copies."""
 
+# Of larger blocks, one at a time takes its own size: that of a fifth of a segment at most, because
+# of larger ones not a single one is spared.
 _STAGING_BYTES: Final = 4 << 20
 _LOCK_TIMEOUT_S: Final = 1.0
 # How long whoever needs room waits for copies that are being made, in all and while one is written:
@@ -141,12 +143,13 @@ class Collector:
         blocks = worth_copying(self._index.used_blocks_in(victim), victim.num_slots)
         # As they lie in the file, so that neighbours are read in one call.
         blocks.sort(key=lambda block: block[1])
-        at_once = _STAGING_BYTES // self._block_bytes
         copied = 0
-        if not blocks or not at_once:
-            # Larger blocks are too few in a segment for copies to pay.
+        if not blocks:
             return copied
-        with mmap.mmap(-1, _STAGING_BYTES) as memory, memoryview(memory) as pages:
+        # One at least: whatever is worth copying counts as kept when the victim is chosen.
+        at_once = max(1, _STAGING_BYTES // self._block_bytes)
+        staging_bytes = max(_STAGING_BYTES, self._block_bytes)
+        with mmap.mmap(-1, staging_bytes) as memory, memoryview(memory) as pages:
             for start in range(0, len(blocks), at_once):
                 if self._stopping or victim.gone:
                     break

@@ -40,6 +40,7 @@ __all__ = [
     "checksum_of_pieces",
     "decode_frames",
     "encode_frames",
+    "find_frames",
     "index_bytes",
     "payload_checksum",
 ]
@@ -55,6 +56,7 @@ HEADER_BYTES: Final = 128
 """Bytes before the first frame."""
 
 _FRAME_MAGIC: Final = 0x4D52464B
+_FRAME_BEGIN: Final = struct.pack("<I", _FRAME_MAGIC)
 # Magic, kind, bytes of each key, number of blocks, bytes of the frame, segment, writer, reserved.
 _FRAME: Final = struct.Struct("<IIIIII16sQ")
 _BLOCK_BYTES: Final = 4 + 8
@@ -300,3 +302,24 @@ def decode_frames(data: memoryview, seed: int, offset: int) -> Iterator[tuple[Fr
         keys = bytes(data[start + 4 * count : end])
         at += size
         yield Frame(kind, writer, segment, key_bytes, keys, slots, checksums), offset + at
+
+
+def find_frames(data: memoryview, seed: int, offset: int) -> Iterator[Frame]:
+    """Read the frames that are whole, whatever is before and between them.
+
+    For whoever wants to know what is behind the end of an index, and not for a reader: the first
+    frame that is not whole ends it.
+
+    Args:
+        data: What the file holds from ``offset`` on.
+        seed: :attr:`IndexHeader.seed` of the file.
+        offset: Where in the file ``data`` begins.
+    """
+    text = bytes(data)
+    at = text.find(_FRAME_BEGIN)
+    while at >= 0:
+        end = at + 1
+        for frame, frame_end in decode_frames(data[at:], seed, offset + at):
+            yield frame
+            end = frame_end - offset
+        at = text.find(_FRAME_BEGIN, end)

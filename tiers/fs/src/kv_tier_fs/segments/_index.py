@@ -386,9 +386,12 @@ class BlockIndex:
         counts = np.zeros(size, dtype=np.int64)
         sums = np.zeros(size, dtype=np.float64)
         for table in list(self._tables.values()):
+            # First: a column that is taken afterwards has so many rows at least, and what is behind
+            # them in one that was replaced by a longer one means nothing.
+            num_rows = table.num_rows
             segments, words = np.asarray(table.segments), np.asarray(table.uses)
-            for start in range(0, table.num_rows, _SURVEYED_AT_ONCE):
-                piece = slice(start, min(start + _SURVEYED_AT_ONCE, table.num_rows))
+            for start in range(0, num_rows, _SURVEYED_AT_ONCE):
+                piece = slice(start, min(start + _SURVEYED_AT_ONCE, num_rows))
                 # A copy: between the look and the use, the engine's thread may free a row.
                 numbers = segments[piece].copy()
                 known = numbers < size

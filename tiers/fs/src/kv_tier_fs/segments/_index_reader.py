@@ -7,7 +7,13 @@ import stat
 from typing import TYPE_CHECKING, final
 
 from kv_tier_fs._beneath import open_beneath
-from kv_tier_fs.segments._format import HEADER_BYTES, IndexFormatError, IndexHeader, decode_frames
+from kv_tier_fs.segments._format import (
+    HEADER_BYTES,
+    IndexFormatError,
+    IndexHeader,
+    decode_frames,
+    find_frames,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,16 +50,18 @@ class IndexReader:
         path: The file.
         header: What it is the index of; ``None`` until enough of it has been written.
         end: Where the last whole frame that was read ends.
+        size_bytes: How long the file was when it was read last.
         is_of_another_version: Whether another version of the format wrote it.
     """
 
-    __slots__ = ("_root_dir", "end", "header", "is_of_another_version", "path")
+    __slots__ = ("_root_dir", "end", "header", "is_of_another_version", "path", "size_bytes")
 
     def __init__(self, root_dir: Path, path: Path) -> None:
         self._root_dir = root_dir
         self.path = path
         self.header: IndexHeader | None = None
         self.end = 0
+        self.size_bytes = 0
         self.is_of_another_version = False
 
     def read(self) -> list[Frame]:
@@ -78,6 +86,21 @@ class IndexReader:
             self.end = end
         return frames
 
+    def read_behind(self) -> list[Frame]:
+        """Return the whole frames behind bytes that are none, and that end the index.
+
+        There are none behind a frame that is being appended, nor behind one that was not finished
+        when its writer died.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        data = self._read_rest()
+        if self.header is None or any(decode_frames(data, self.header.seed, self.end)):
+            # What was not whole at the last look, is by now.
+            return []
+        return list(find_frames(data, self.header.seed, self.end))
+
     def _read_rest(self) -> memoryview:
         descriptor = open_beneath(self._root_dir, self.path, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -91,4 +114,5 @@ class IndexReader:
                 at += len(part)
         finally:
             os.close(descriptor)
+        self.size_bytes = at
         return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))

@@ -11,7 +11,9 @@ wrap around: it ends with free slots), and a removal moves later ones back, so t
 tombstones to sweep.
 
 **Who owns what.** The engine's thread owns everything. Other threads may read the columns: they
-see what was there a moment ago, or half of a change, and have to check what they make of it.
+see what was there a moment ago, or half of a change, and have to check what they make of it. They
+look at ``num_rows`` first and at a column afterwards: one that grows is replaced by a longer one,
+and only then there are more rows.
 """
 
 from __future__ import annotations
@@ -252,7 +254,8 @@ class KeyTable:
 
     def rows_in(self, segment: int) -> npt.NDArray[np.int64]:
         """Return the rows whose blocks are in a segment. Any thread."""
-        return np.flatnonzero(np.asarray(self.segments)[: self.num_rows] == segment)
+        num_rows = self.num_rows
+        return np.flatnonzero(np.asarray(self.segments)[:num_rows] == segment)
 
     # -- many keys ------------------------------------------------------------------------------
 

@@ -16,12 +16,14 @@ import logging
 import os
 import stat
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from kv_core.errors import BlockDeclinedError, ConfigError
 from kv_core.units import format_bytes
+from kv_tier_fs.segments._file_lock import FileLock
+from kv_tier_fs.segments._folder import SPACE_LOCK_NAME
 from kv_tier_fs.segments._format import index_bytes
 from kv_tier_fs.segments._leftovers import reclaim_leftovers
 from kv_tier_fs.segments._listing import list_writer, list_writers
@@ -235,7 +237,7 @@ class Space:
         self.measure()
 
     def measure(self) -> None:
-        """Look how much the namespace takes now. Any thread, one at a time; without the lock.
+        """Look how much the namespace takes now. Any thread, one at a time.
 
         Raises:
             OSError: The folders cannot be looked at.
@@ -243,10 +245,31 @@ class Space:
         if self._clock() < self._measure_at:
             return
         began = self._clock()
-        listings = [list_writer(folder) for folder in list_writers(self._folder.path)]
-        self.disk_bytes = sum(listing.size_bytes for listing in listings)
+        capacity_bytes = self._limits.capacity_bytes
+        used_bytes = self._list_used_bytes()
+        if capacity_bytes is not None and used_bytes > capacity_bytes:
+            used_bytes = self._look_again(used_bytes, capacity_bytes)
+        self.disk_bytes = used_bytes
         took = self._clock() - began
         self._measure_at = began + took * _MEASURE_SHARE
+
+    def _list_used_bytes(self) -> int:
+        return sum(list_writer(folder).size_bytes for folder in list_writers(self._folder.path))
+
+    def _look_again(self, used_bytes: int, capacity_bytes: int) -> int:
+        """Return what the namespace takes that seems to take more than its capacity.
+
+        Without the lock, a segment that goes and the one that is made in its place both count.
+        """
+        root_dir = self._folder.root_dir
+        lock = None
+        with suppress(OSError):
+            # Not waited for, and not made: who only reads leaves the folder as it is.
+            lock = FileLock.try_take(root_dir, root_dir / SPACE_LOCK_NAME, create=False)
+        if lock is None:
+            return min(used_bytes, max(self.disk_bytes, capacity_bytes))
+        with lock:
+            return self._list_used_bytes()
 
     def _reclaim(self) -> None:
         reclaim_leftovers(self._folder.root_dir, self._folder.path)

@@ -131,13 +131,19 @@ class SegmentStorage:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the blocks of the namespace take on the disk, as far as is known."""
+        """Bytes that the blocks of the namespace take on the disk, as far as is known.
+
+        More than the capacity while the disk holds more, as after the capacity was lowered.
+        """
         num_blocks = len(self.index)
         if not num_blocks:
             # What is left is reserved, or about to be reclaimed.
             return 0
-        used_bytes = max(self._space.disk_bytes, num_blocks * self._block_bytes)
-        return min(used_bytes, self._config.capacity_bytes or used_bytes)
+        block_bytes = num_blocks * self._block_bytes
+        if self._config.capacity_bytes is not None:
+            # Of what went to make room, the index may be yet to hear.
+            block_bytes = min(block_bytes, self._config.capacity_bytes)
+        return max(self._space.disk_bytes, block_bytes)
 
     # -- life -----------------------------------------------------------------------------------
 
