@@ -64,7 +64,7 @@ class BareNixl:
         }
         if access.ca_file is not None:
             parameters["ca_bundle"] = str(access.ca_file)
-        self._agent: Any = open_agent(self._prefix, parameters, {})
+        self._agent: Any = open_agent(self._prefix, parameters, defaults={}, environment={})
         view = np.frombuffer(self._memory.mapping, np.uint8)
         base, size = int(view.ctypes.data), view.nbytes
         del view

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from urllib.parse import urlsplit
 
 import pytest
+from tests.integration.s3._credentials import CredentialServer
 
 from kv_conformance.harness import HarnessError
 from kv_core.contract import parse_tier_config
@@ -164,6 +165,20 @@ def store(servers: Servers, request: pytest.FixtureRequest) -> Iterator[S3Server
 def seaweed(servers: Servers) -> S3Server:
     """Return SeaweedFS."""
     return servers("seaweedfs")
+
+
+@pytest.fixture
+def container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CredentialServer]:
+    """Return a server of credentials that is all that the chain can find."""
+    found = CredentialServer()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", found.url)
+    yield found
+    found.close()
 
 
 @pytest.fixture

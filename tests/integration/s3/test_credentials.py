@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import json
 import logging
 import random
 import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-from typing_extensions import override
+from tests.integration.s3._credentials import without_key
 
 from kv_core.errors import TierOpenError
 from kv_core.tierkit.testing import example_key
 from kv_tier_s3._harness import Rights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.integration.s3._credentials import CredentialServer
 
     from kv_tier_s3._harness import S3Access, S3Server
 
@@ -28,73 +26,6 @@ pytestmark = pytest.mark.s3
 
 BUCKET: Final = "kv-faults"
 KEYS: Final = [example_key(number) for number in range(8)]
-
-
-@final
-class CredentialServer:
-    """What a container gets its credentials from. A context manager.
-
-    Attributes:
-        access: Whose credentials it gives out; ``None`` for an error of its own.
-        lifetime_s: How long it says they are valid.
-        asked: How often it was asked.
-    """
-
-    def __init__(self) -> None:
-        self.access: S3Access | None = None
-        self.lifetime_s = 3600.0
-        self.asked = 0
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                outer.asked += 1
-                access = outer.access
-                if access is None:
-                    self.send_error(500)
-                    return
-                end = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=outer.lifetime_s)
-                body = json.dumps(
-                    {
-                        "AccessKeyId": access.access_key,
-                        "SecretAccessKey": access.secret_key,
-                        "Token": access.session_token or "",
-                        "Expiration": end.strftime("%Y-%m-%dT%H:%M:%SZ"),
-                    }
-                ).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            @override
-            def log_message(self, *_: object) -> None:
-                """Say nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/credentials"
-
-    def close(self) -> None:
-        """End it."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-@pytest.fixture
-def container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CredentialServer]:
-    """Return a server of credentials that is all that the chain can find."""
-    found = CredentialServer()
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", found.url)
-    yield found
-    found.close()
 
 
 @pytest.fixture(params=["seaweedfs", "rgw"])
@@ -108,12 +39,6 @@ def user_of(server: S3Server, name: str) -> tuple[str, S3Access]:
     """Return the name of a new user who may do everything in the bucket, and its credentials."""
     full = f"{name}-{random.getrandbits(32):x}"
     return full, server.add_user(full, BUCKET, Rights.ALL)
-
-
-def without_key(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings that leave credentials to the chain."""
-    secret = {"access_key_id", "secret_access_key", "session_token"}
-    return {name: value for name, value in settings.items() if name not in secret}
 
 
 def test_a_key_that_is_revoked_is_replaced_without_a_restart(

@@ -76,7 +76,7 @@ class World:
         self.violations: list[str] = []
 
     def open_agent(
-        self, name: str, parameters: Mapping[str, str], environment: Mapping[str, str]
+        self, name: str, parameters: Mapping[str, str], **environments: Mapping[str, str]
     ) -> FakeAgent:
         """Stand in for the function that loads NIXL."""
         self.may_raise("open_agent")

@@ -99,9 +99,12 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Builds:
     return Builds(tmp_path, monkeypatch)
 
 
-def open_agent(**environment: str) -> _nixl.Agent:
+def open_agent(profile: str | None = None, **defaults: str) -> _nixl.Agent:
     """Open an agent."""
-    return _nixl.open_agent("agent", {"secret_key": SECRET}, environment)
+    environment = {} if profile is None else {"AWS_PROFILE": profile}
+    return _nixl.open_agent(
+        "agent", {"secret_key": SECRET}, defaults=defaults, environment=environment
+    )
 
 
 def test_without_nixl_it_is_said_what_to_install(builds: Builds) -> None:
@@ -204,3 +207,18 @@ def test_the_environment_is_borrowed(builds: Builds, monkeypatch: pytest.MonkeyP
     assert builds.environments[0]["AWS_MAX_ATTEMPTS"] == "9"
     assert "AWS_RETRY_MODE" not in os.environ
     assert os.environ["AWS_MAX_ATTEMPTS"] == "9"
+
+
+@pytest.mark.parametrize("exported", [None, "other"])
+def test_a_profile_of_the_settings_comes_first(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, exported: str | None
+) -> None:
+    """Whatever is set, the client is made with that one; afterwards all is as it was."""
+    builds.install("nixl_cu12")
+    if exported is None:
+        monkeypatch.delenv("AWS_PROFILE", raising=False)
+    else:
+        monkeypatch.setenv("AWS_PROFILE", exported)
+    open_agent(profile="ops")
+    assert builds.environments[0]["AWS_PROFILE"] == "ops"
+    assert os.environ.get("AWS_PROFILE") == exported

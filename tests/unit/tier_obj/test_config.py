@@ -102,13 +102,22 @@ def test_the_other_client_has_the_same_settings() -> None:
     assert control.read_timeout_s == 4
 
 
-def test_attempts_and_profile_are_set_in_the_environment() -> None:
+def test_attempts_and_profile_are_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL has no parameter for them, and its client tries eleven times by itself."""
-    assert config(max_attempts=2, profile="ops").nixl_environment() == {
-        "AWS_RETRY_MODE": "standard",
-        "AWS_MAX_ATTEMPTS": "2",
-        "AWS_PROFILE": "ops",
-    }
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    found = config(max_attempts=2, profile="ops")
+    assert found.nixl_defaults() == {"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "2"}
+    assert found.nixl_environment() == {"AWS_PROFILE": "ops"}
+    assert config().nixl_environment() == {}
+
+
+def test_a_profile_that_nixl_would_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key in the environment comes first; without a profile that is what is meant."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKID")
+    with pytest.raises(ConfigError, match="unset AWS_ACCESS_KEY_ID") as caught:
+        config(profile="ops").nixl_environment()
+    assert caught.value.setting == "profile"
+    assert config().nixl_environment() == {}
 
 
 def test_secrets_are_shown_nowhere() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 from typing_extensions import override
 
+from kv_core.errors import ConfigError
 from kv_core.tierkit.objects import TRAILER_BYTES
 from kv_tier_s3 import BucketConfig, S3Config
 
@@ -18,6 +20,8 @@ GUARD_BYTES: Final = 16
 
 _PAGE_BYTES: Final = 4096
 _LEAST_SLOTS: Final = 2
+
+_KEY_VARIABLE: Final = "AWS_ACCESS_KEY_ID"
 
 # What the requests beside the blocks need.
 _CONTROL_CONNECTIONS: Final = 4
@@ -103,13 +107,27 @@ class ObjConfig(BucketConfig):
             parameters["ca_bundle"] = str(self.ca_bundle)
         return parameters
 
-    def nixl_environment(self) -> dict[str, str]:
-        """Return what the client inside NIXL reads from the environment only."""
-        environment = {
+    def nixl_defaults(self) -> dict[str, str]:
+        """Return what the client inside NIXL reads from the environment, unless it is set there."""
+        return {
             # Its own way tries eleven times, and a minute long when a store hangs.
             "AWS_RETRY_MODE": "standard",
             "AWS_MAX_ATTEMPTS": str(self.max_attempts),
         }
-        if self.profile is not None:
-            environment["AWS_PROFILE"] = self.profile
-        return environment
+
+    def nixl_environment(self) -> dict[str, str]:
+        """Return what that client is to read there, whatever is set.
+
+        Raises:
+            ConfigError: It would read something else first.
+        """
+        if self.profile is None:
+            return {}
+        if _KEY_VARIABLE in os.environ:
+            raise ConfigError(
+                f"'profile' is {self.profile!r} and {_KEY_VARIABLE} is set: the client within NIXL "
+                f"prefers that key, now and later, to any profile. Please unset {_KEY_VARIABLE}, "
+                "or leave 'profile' out",
+                setting="profile",
+            )
+        return {"AWS_PROFILE": self.profile}

@@ -91,14 +91,21 @@ class Agent(Protocol):
         """Let go of a prepared side."""
 
 
-def open_agent(name: str, parameters: Mapping[str, str], environment: Mapping[str, str]) -> Agent:
+def open_agent(
+    name: str,
+    parameters: Mapping[str, str],
+    *,
+    defaults: Mapping[str, str],
+    environment: Mapping[str, str],
+) -> Agent:
     """Open an agent with the OBJ plugin.
 
     Args:
         name: Name of the agent, unique in the process.
         parameters: Parameters of the plugin. Secret.
-        environment: Variables for the client inside the plugin, which it reads once. What the
+        defaults: Variables for the client inside the plugin, which it reads once. What the
             operator has set takes precedence.
+        environment: The same, where these take precedence.
 
     Raises:
         TierOpenError: There is no NIXL, or its plugin cannot be used.
@@ -108,7 +115,7 @@ def open_agent(name: str, parameters: Mapping[str, str], environment: Mapping[st
         if api is None:
             with _quiet():
                 api = _load()
-        with _environment(environment):
+        with _environment(defaults, environment):
             agent = api.nixl_agent(
                 name, api.nixl_agent_config(enable_prog_thread=False, backends=[])
             )
@@ -232,12 +239,19 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment that are not set, for the time of a call."""
-    ours = {name: value for name, value in variables.items() if name not in os.environ}
+def _environment(
+    defaults: Mapping[str, str], variables: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Set variables of the environment for the time of a call; defaults unless they are set."""
+    ours = {name: value for name, value in defaults.items() if name not in os.environ}
+    ours.update(variables or {})
+    before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:
         yield
     finally:
-        for name in ours:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -104,6 +104,8 @@ class ObjTier(BucketTier):
 
     @override
     async def open_bucket(self) -> None:
+        # Refused, if it is, before there is anything to close.
+        self._environment = self.config.nixl_environment()
         await super().open_bucket()
         form = self._blocks.format
         self._loop = asyncio.get_running_loop()
@@ -144,7 +146,8 @@ class ObjTier(BucketTier):
         return open_agent(
             name,
             self.config.nixl_parameters(_usual_region()),
-            self.config.nixl_environment(),
+            defaults=self.config.nixl_defaults(),
+            environment=self._environment,
         )
 
     async def _see_by_nixl(self, name: str) -> None:
