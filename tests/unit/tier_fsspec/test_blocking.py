@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -115,6 +116,42 @@ def test_folders_that_were_removed_are_made_again(tmp_path: Path) -> None:
         subprocess.run(["rm", "-r", ObjectNames(str(tmp_path), NAMESPACE).folder], check=True)
         assert driver.store(KEYS[:2]).success
         assert driver.load(KEYS[:2]).success
+
+
+def test_a_rename_that_fails_is_a_failed_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is copied in its place: readers would see the block grow."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    with drive(tmp_path) as driver:
+        with monkeypatch.context() as broken:
+            # However it is done.
+            for place, name in ((os, "rename"), (os, "replace"), (Path, "replace")):
+                broken.setattr(place, name, refuse)
+            result = driver.store(KEYS[:1])
+        assert result.error is not None
+        assert result.error.kind is JobErrorKind.FAILED
+        assert os.strerror(errno.EXDEV) in result.error.message
+        assert not path_of(tmp_path, KEYS[0]).exists()
+        assert unfinished(tmp_path) == []
+        assert driver.store(KEYS[:1]).success
+
+
+def test_a_folder_in_the_place_of_a_block_is_a_failed_store(tmp_path: Path) -> None:
+    """And not one that succeeds by putting the block into the folder."""
+    with drive(tmp_path) as driver:
+        path = path_of(tmp_path, KEYS[0])
+        path.mkdir(parents=True)
+        result = driver.store(KEYS[:2])
+        assert result.error is not None
+        assert result.error.kind is JobErrorKind.FAILED
+        assert set(result.successful_keys) == {KEYS[1]}
+        assert list(path.iterdir()) == []
+        assert unfinished(tmp_path) == []
+        assert driver.resolve(KEYS[:2]) == [False, True]
 
 
 def test_stores_are_declined_below_the_floor(tmp_path: Path) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from typing_extensions import override
 
 from kv_core.contract import parse_tier_config
-from kv_core.tierkit.testing import TierDriver, example_key
+from kv_core.errors import TierOpenError
+from kv_core.tierkit.objects import describe_namespace
+from kv_core.tierkit.testing import TierDriver, example_key, example_namespace
 from kv_tier_fsspec import ObjectConfig
 from kv_tier_fsspec.store import ObjectTier, scatter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -23,10 +27,39 @@ BLOCK_BYTES: Final = 512
 KEY: Final = example_key(1)
 
 
+class Days:
+    """The days of a tier, which pass when a test says so."""
+
+    def __init__(self) -> None:
+        self._evening = threading.Semaphore(0)
+        self._begin: Callable[[], object] = bool
+
+    async def wait(self) -> None:
+        """Wait for the next one. On the tier's loop."""
+        loop, morning = asyncio.get_running_loop(), asyncio.Event()
+        self._begin = lambda: loop.call_soon_threadsafe(morning.set)
+        self._evening.release()
+        await morning.wait()
+
+    def begin_one(self) -> None:
+        """Let a day begin."""
+        assert self._evening.acquire(timeout=10)
+        self._begin()
+
+    def pass_one(self) -> None:
+        """Let a day begin, and return when all that it brings is done."""
+        self.begin_one()
+        assert self._evening.acquire(timeout=10)
+        self._evening.release()
+
+
 class Store:
     """An object store in memory, which notes what it is asked and fails when it is told to."""
 
     def __init__(self) -> None:
+        self.days = Days()
+        self.hangs = False
+        self.is_asked = threading.Event()
         self.objects: dict[str, bytes] = {}
         self.asked: list[str] = []
         self.given: list[object] = []
@@ -36,7 +69,8 @@ class Store:
         """Do nothing."""
 
     async def close(self) -> None:
-        """Do nothing."""
+        """Note it."""
+        self.asked.append("close")
 
     async def length(self, name: str) -> int:
         """Return the length of an object."""
@@ -57,6 +91,12 @@ class Store:
     async def put(self, name: str, data: bytes | bytearray) -> None:
         """Store an object."""
         self.asked.append("put")
+        if self.hangs:
+            self.is_asked.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.asked.append("given up")
         self._take(name, data)
 
     async def put_new(self, name: str, data: bytes | bytearray) -> bool:
@@ -104,6 +144,10 @@ class Tier(ObjectTier):
     def root(self, store: ObjectStore) -> str:
         return "prefix"
 
+    @override
+    async def _wait_a_day(self) -> None:
+        await self.store.days.wait()
+
 
 @pytest.fixture
 def store() -> Store:
@@ -111,12 +155,17 @@ def store() -> Store:
     return Store()
 
 
+def drive(store: Store) -> TierDriver:
+    """Open a tier over the store."""
+    kind: Any = type("StoreTier", (Tier,), {"store": store})
+    config = parse_tier_config("objects", ObjectConfig, {})
+    return TierDriver(kind, config, num_blocks=4, block_bytes=BLOCK_BYTES)
+
+
 @pytest.fixture
 def driver(store: Store) -> Iterator[TierDriver]:
     """Return a tier over the store."""
-    kind: Any = type("StoreTier", (Tier,), {"store": store})
-    config = parse_tier_config("objects", ObjectConfig, {})
-    with TierDriver(kind, config, num_blocks=4, block_bytes=BLOCK_BYTES) as driver:
+    with drive(store) as driver:
         store.asked.clear()
         store.given.clear()
         yield driver
@@ -189,3 +238,66 @@ def test_what_is_sent_is_used_again_only_when_it_was_taken(
     failed, first, second = store.given
     assert failed is not first
     assert first is second
+
+
+# -- the description ------------------------------------------------------------------------------
+
+DESCRIPTION: Final = describe_namespace(example_namespace(BLOCK_BYTES))
+ANOTHER: Final = describe_namespace(example_namespace(2 * BLOCK_BYTES))
+
+
+def description_in(store: Store) -> bytes | None:
+    """Return the description that a store has, if any."""
+    found = [data for name, data in store.objects.items() if name.endswith("namespace.json")]
+    return found[0] if found else None
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_day_writes_the_description_anew(store: Store) -> None:
+    """With what it says already: a rule that goes by age leaves it."""
+    store.days.pass_one()
+    store.days.pass_one()
+    assert store.asked == ["get", "put"] * 2
+    assert store.given == [DESCRIPTION] * 2
+
+
+def test_a_description_that_was_removed_comes_back(driver: TierDriver, store: Store) -> None:
+    """Below a tier that is open, with the blocks or without them."""
+    driver.store([KEY])
+    store.objects.clear()
+    store.days.pass_one()
+    assert list(store.objects.values()) == [DESCRIPTION]
+
+
+def test_a_description_that_is_not_written_fails_nothing(driver: TierDriver, store: Store) -> None:
+    """The next day is another try."""
+    store.objects.clear()
+    store.error = OSError("gone")
+    store.days.pass_one()
+    assert description_in(store) is None
+    store.error = None
+    assert driver.store([KEY]).success
+    assert driver.load([KEY]).success
+    store.days.pass_one()
+    assert description_in(store) == DESCRIPTION
+
+
+def test_another_description_is_not_written_over(driver: TierDriver, store: Store) -> None:
+    """It tells whoever opens the namespace next that it is in use otherwise."""
+    (name,) = store.objects
+    store.objects[name] = ANOTHER
+    store.days.pass_one()
+    assert store.objects == {name: ANOTHER}
+    assert driver.store([KEY]).success
+    with pytest.raises(TierOpenError, match="describes another namespace"):
+        drive(store)
+
+
+def test_a_tier_that_ends_gives_up_the_description(store: Store) -> None:
+    """Also in the middle of a write that does not end."""
+    driver = drive(store)
+    store.hangs = True
+    store.days.begin_one()
+    assert store.is_asked.wait(10)
+    driver.close()
+    assert store.asked[-3:] == ["put", "given up", "close"]

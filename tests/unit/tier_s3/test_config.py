@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from kv_core.contract import parse_tier_config
 from kv_core.errors import ConfigError
 from kv_tier_s3 import Engine, S3Config
-from kv_tier_s3._masked_logs import MaskedLogs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,25 +106,3 @@ def test_the_faster_engine_is_taken_where_it_is_installed(
     monkeypatch.setattr("kv_tier_s3._config.find_spec", {"obstore": found}.__getitem__)
     assert config().engine is Engine.AUTO
     assert config(engine=setting).chosen_engine is chosen
-
-
-# -- logs of client libraries ---------------------------------------------------------------------
-
-
-def test_what_a_library_logs_is_masked_while_the_client_is_open(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Botocore prints the headers of every request at level DEBUG, session tokens included."""
-    logger = logging.getLogger("library.of.the.test")
-    found = config(access_key_id="AK", secret_access_key=SECRET)
-    masked = MaskedLogs([logger.name], found.hide_secrets)
-    with caplog.at_level(logging.DEBUG):
-        masked.begin()
-        logger.debug("header %s of %d", SECRET, 3)
-        masked.end()
-        masked.end()
-        logger.debug("after %s", "that")
-    assert [record.getMessage() for record in caplog.records] == [
-        "header ********** of 3",
-        "after that",
-    ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 from typing_extensions import override
 
 from kv_tier_fsspec._blocks import ABSENT_ERRORS
-from kv_tier_fsspec._filesystem import make_filesystem
+from kv_tier_fsspec._filesystem import make_filesystem, masked_logs
 from kv_tier_fsspec._object_tier import ObjectTier
 from kv_tier_fsspec._scatter import scatter
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kv_tier_fsspec._config import FsspecConfig
     from kv_tier_fsspec.store import ObjectStore
 
-__all__ = ["AsyncFsspecTier", "FsspecStore"]
+__all__ = ["AsyncFsspecTier", "FsspecObjectTier", "FsspecStore"]
 
 
 @final
@@ -99,11 +99,30 @@ class FsspecStore:
             await self.fs._rm_file(name)
 
 
-@final
-class AsyncFsspecTier(ObjectTier):
-    """The tier ``fsspec`` over an asynchronous filesystem."""
+class FsspecObjectTier(ObjectTier):
+    """What the tiers ``fsspec`` over object stores have in common."""
 
     config: FsspecConfig
+
+    @override
+    async def open(self) -> None:
+        self._logs = masked_logs(self.config)
+        self._logs.begin()
+        await super().open()
+        # The loggers that the client has made for itself.
+        self._logs.begin()
+
+    @override
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            self._logs.end()
+
+
+@final
+class AsyncFsspecTier(FsspecObjectTier):
+    """The tier ``fsspec`` over an asynchronous filesystem."""
 
     @override
     def make_store(self) -> ObjectStore:

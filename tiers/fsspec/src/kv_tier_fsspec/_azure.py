@@ -23,8 +23,8 @@ from azure.core import exceptions
 from typing_extensions import override
 
 from kv_core.errors import ConfigError
+from kv_tier_fsspec._async import FsspecObjectTier
 from kv_tier_fsspec._filesystem import make_filesystem
-from kv_tier_fsspec._object_tier import ObjectTier
 from kv_tier_fsspec._scatter import scatter
 
 if TYPE_CHECKING:
@@ -183,10 +183,8 @@ class AzureStore:
 
 
 @final
-class AzureFsspecTier(ObjectTier):
+class AzureFsspecTier(FsspecObjectTier):
     """The tier ``fsspec`` over Azure Blob Storage."""
-
-    config: FsspecConfig
 
     @override
     def make_store(self) -> ObjectStore:

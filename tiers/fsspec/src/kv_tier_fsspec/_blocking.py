@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 from typing_extensions import override
@@ -19,7 +20,7 @@ from kv_core.errors import BlockDamagedError, KVCoreError
 from kv_core.tierkit import FreeSpace, ThreadedTier
 from kv_core.tierkit.objects import TRAILER_BYTES, check_description, describe_namespace
 from kv_tier_fsspec._blocks import ABSENT_ERRORS, Blocks, open_error
-from kv_tier_fsspec._filesystem import publication_of
+from kv_tier_fsspec._filesystem import masked_logs, publication_of
 from kv_tier_fsspec._leftovers import Writer, reclaim_leftovers
 from kv_tier_fsspec._protocols import Publication
 from kv_tier_fsspec._sharing import share_filesystem
@@ -46,6 +47,8 @@ class BlockingFsspecTier(ThreadedTier):
 
     @override
     def open(self) -> None:
+        self._logs = masked_logs(self.config)
+        self._logs.begin()
         self._publication = publication_of(self.config)
         self._files: Filesystems = share_filesystem(self.config)
         self._blocks = Blocks.of(self.context, self._files.strip(self.config.url))
@@ -66,6 +69,8 @@ class BlockingFsspecTier(ThreadedTier):
             raise open_error(
                 self.config, error, f"reading and writing {names.description!r}"
             ) from None
+        # The loggers that the driver has made for itself.
+        self._logs.begin()
         if self.config.is_local:
             self._space = FreeSpace(names.folder, self.config.min_free_bytes, self.context.clock)
 
@@ -82,8 +87,11 @@ class BlockingFsspecTier(ThreadedTier):
     @override
     def close(self) -> None:
         files = getattr(self, "_files", None)
-        if files is not None:
-            files.close()
+        try:
+            if files is not None:
+                files.close()
+        finally:
+            self._logs.end()
 
     @override
     def exists(self, key: OffloadKey) -> bool:
@@ -164,7 +172,7 @@ class BlockingFsspecTier(ThreadedTier):
                     _write_all(file, part)
                 # Where closing a file loses errors, the last part brings them to light.
                 getattr(file, "finish", partial(_write_all, file))(parts[-1])
-            fs.mv(temporary, name)
+            self._rename(fs, temporary, name)
         except BaseException:
             try:
                 fs.rm_file(temporary)
@@ -173,6 +181,14 @@ class BlockingFsspecTier(ThreadedTier):
             except Exception:  # noqa: BLE001 - whatever the storage says now, the first error counts
                 self._abandoned.append(temporary)
             raise
+
+    def _rename(self, fs: Any, temporary: str, name: str) -> None:
+        if self.config.is_local:
+            # fsspec's would copy where the system refuses to rename, which readers see happen, and
+            # move into a folder of this name.
+            Path(temporary).replace(name)
+        else:
+            fs.mv(temporary, name)
 
     def _remove_abandoned(self, fs: Any) -> None:
         """Remove what could not be removed when its store failed: now the storage answers."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fsspec.registry import get_filesystem_class
 
 from kv_core.errors import ConfigError, TierOpenError
+from kv_tier_fsspec._masked_logs import MaskedLogs, hide_what_looks_secret
 from kv_tier_fsspec._protocols import Publication, protocol_named
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = [
     "check_filesystem",
     "filesystem_class",
     "make_filesystem",
+    "masked_logs",
     "options_of",
     "publication_of",
     "warn_of_assumption",
@@ -131,3 +133,18 @@ def make_filesystem(config: FsspecConfig, **extra: Any) -> AbstractFileSystem:
         # All of these share one store, which nobody ever empties. The tier's own ends with it.
         filesystem.store, filesystem.pseudo_dirs = {}, [""]
     return filesystem
+
+
+def masked_logs(config: FsspecConfig) -> MaskedLogs:
+    """Return what keeps the secrets of the settings out of the logs of all that is below the tier.
+
+    Raises:
+        TierOpenError: There is no such filesystem.
+    """
+    driver = filesystem_class(config.protocol).__module__.partition(".")[0]
+    # The environment has credentials as well, which nobody has told.
+    return MaskedLogs(
+        (),
+        lambda text: hide_what_looks_secret(config.hide_secrets(text)),
+        packages=("fsspec", driver, *protocol_named(config.protocol).clients),
+    )

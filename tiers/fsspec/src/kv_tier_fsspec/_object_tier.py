@@ -1,11 +1,13 @@
 """The tier over an object store.
 
-**Who owns what.** Everything here runs on the loop's thread, which owns the store. What a client
-library starts for itself, its store ends in ``close``.
+**Who owns what.** Everything here runs on the loop's thread, which owns the store and the task that
+keeps the description. What a client library starts for itself, its store ends in ``close``.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from kv_tier_fsspec.store import ObjectStore
 
 __all__ = ["ObjectTier"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+_WRITTEN_ANEW_S: Final = 86_400.0
+"""How old a description becomes while a tier is open. Rules that remove by age count in days."""
 
 # Kilobytes in truth. Whatever lies there must not fill the memory.
 _MOST_DESCRIPTION_BYTES: Final = 1 << 20
@@ -61,6 +68,7 @@ class ObjectTier(AsyncioTier):
             raise
         except Exception as error:  # noqa: BLE001 - libraries raise anything; it is told, not hidden
             raise open_error(self.config, error, f"reading and writing {name!r}") from None
+        self._keeping = asyncio.create_task(self._keep_description(name))
 
     async def _settle(self, name: str) -> None:
         """Check the description that is there, or publish ours: the first read and write."""
@@ -72,8 +80,37 @@ class ObjectTier(AsyncioTier):
             found = await self._store.get(name, _MOST_DESCRIPTION_BYTES)
         check_description(bytes(found), namespace, where=name)
 
+    async def _write_description(self) -> None:
+        """Write the description with what it says already, so that rules by age do not take it."""
+        name = self._blocks.names.description
+        await self._store.put(name, describe_namespace(self.context.namespace))
+
+    async def _keep_description(self, name: str) -> None:
+        while True:
+            await self._wait_a_day()
+            try:
+                await self._settle(name)
+                await self._write_description()
+            except Exception as error:  # noqa: BLE001 - no block needs it, and it is tried again
+                _LOGGER.info(
+                    "tier %r: the description of the namespace was not written anew: %s",
+                    self.context.tier_name,
+                    self._describe(error),
+                )
+
+    async def _wait_a_day(self) -> None:
+        await asyncio.sleep(_WRITTEN_ANEW_S)
+
+    async def _stop_keeping_description(self) -> None:
+        """Write the description no more. Idempotent."""
+        keeping = getattr(self, "_keeping", None)
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.wait((keeping,))
+
     @override
     async def close(self) -> None:
+        await self._stop_keeping_description()
         store = getattr(self, "_store", None)
         if store is not None:
             await store.close()

@@ -39,6 +39,7 @@ class Protocol:
         is_shared: Whether other processes see them.
         is_tested: Whether this package is tested on the real thing.
         extra: Extra of this package that brings the driver; empty if there is none.
+        clients: Packages below the driver whose loggers may repeat what is secret.
         refusal: Why blocks cannot be kept there at all; empty if they can.
     """
 
@@ -47,6 +48,7 @@ class Protocol:
     is_shared: bool = True
     is_tested: bool = False
     extra: str = ""
+    clients: tuple[str, ...] = ()
     refusal: str = ""
 
     @property
@@ -64,10 +66,24 @@ LOCAL_PROTOCOLS: Final = frozenset({"file", "local"})
 AZURE_PROTOCOLS: Final = frozenset({"az", "abfs", "abfss"})
 
 _FILE: Final = Protocol(publication=Publication.RENAME, is_tested=True)
-_SFTP: Final = Protocol(publication=Publication.RENAME, is_tested=True, extra="sftp")
-_S3: Final = Protocol(publication=Publication.PUT, is_tested=True, extra="s3")
-_AZURE: Final = Protocol(publication=Publication.PUT, is_tested=True, extra="az")
-_UNTESTED_OBJECTS: Final = Protocol(publication=Publication.PUT)
+_SFTP: Final = Protocol(
+    publication=Publication.RENAME, is_tested=True, extra="sftp", clients=("paramiko",)
+)
+_S3: Final = Protocol(
+    publication=Publication.PUT,
+    is_tested=True,
+    extra="s3",
+    clients=("aiobotocore", "aiohttp", "botocore", "urllib3"),
+)
+_AZURE: Final = Protocol(
+    publication=Publication.PUT,
+    is_tested=True,
+    extra="az",
+    clients=("aiohttp", "azure", "msal", "requests", "urllib3"),
+)
+_UNTESTED_OBJECTS: Final = Protocol(
+    publication=Publication.PUT, clients=("aiohttp", "google", "requests", "urllib3")
+)
 _MEMORY: Final = Protocol(
     publication=Publication.PUT, is_persistent=False, is_shared=False, is_tested=True
 )

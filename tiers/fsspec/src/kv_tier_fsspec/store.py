@@ -3,13 +3,14 @@
 :class:`ObjectTier` makes a tier of any :class:`ObjectStore`. A package for one kind of storage
 writes a store, which knows its client and what its errors mean, and gets everything else: format,
 integrity, bounded memory, the description of the namespace, what an operator reads when it cannot
-be opened.
+be opened. :class:`MaskedLogs` keeps secrets out of what the client logs.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from kv_tier_fsspec._masked_logs import MaskedLogs, hide_what_looks_secret
 from kv_tier_fsspec._object_tier import ObjectTier
 from kv_tier_fsspec._scatter import copy_bytes, scatter
 
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["ObjectStore", "ObjectTier", "copy_bytes", "scatter"]
+__all__ = [
+    "MaskedLogs",
+    "ObjectStore",
+    "ObjectTier",
+    "copy_bytes",
+    "hide_what_looks_secret",
+    "scatter",
+]
 
 
 class ObjectStore(Protocol):

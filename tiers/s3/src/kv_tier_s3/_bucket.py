@@ -17,7 +17,7 @@ from kv_tier_s3._counts import ErrorCounts
 from kv_tier_s3._errors import S3Error, S3ErrorKind
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
     from typing import TypeVar
 
     from botocore.credentials import ReadOnlyCredentials
@@ -42,8 +42,10 @@ _NO_SUCH_NAME: Final = "kv-core-asks-whether-there-is-a-bucket"
 _REFUSED: Final = frozenset({S3ErrorKind.DENIED, S3ErrorKind.EXPIRED})
 """Errors that other credentials may not meet."""
 
-_ANSWERS: Final = frozenset({S3ErrorKind.RANGE, S3ErrorKind.PRECONDITION, S3ErrorKind.UNSUPPORTED})
-"""What is an answer to a condition of the request, and nothing that is wrong."""
+# What is an answer to a condition of such a request, and nothing that is wrong. Of requests without
+# one the same kinds are errors.
+_ANSWERS_TO_RANGES: Final = frozenset({S3ErrorKind.RANGE})
+_ANSWERS_TO_CONDITIONS: Final = frozenset({S3ErrorKind.PRECONDITION, S3ErrorKind.UNSUPPORTED})
 
 _WORTH_A_LINE_S: Final = 1.0
 """Requests that were given up sooner were not slow: the tier was shut down under them."""
@@ -152,7 +154,12 @@ class Bucket:
     async def get_range(self, name: str, start: int, end: int) -> Buffer:
         """Return a range of an object; nothing when it is shorter. Errors as above."""
         try:
-            return await self._answer("get", name, lambda: self.client.get_range(name, start, end))
+            return await self._answer(
+                "get",
+                name,
+                lambda: self.client.get_range(name, start, end),
+                answers=_ANSWERS_TO_RANGES,
+            )
         except S3Error as error:
             if error.kind is S3ErrorKind.RANGE:
                 return b""
@@ -161,7 +168,12 @@ class Bucket:
     async def get_into(self, name: str, parts: Sequence[memoryview]) -> int:
         """Read an object into several buffers, and return its length. Errors as above."""
         try:
-            return await self._answer("get", name, lambda: self.client.get_into(name, parts))
+            return await self._answer(
+                "get",
+                name,
+                lambda: self.client.get_into(name, parts),
+                answers=_ANSWERS_TO_RANGES,
+            )
         except S3Error as error:
             if error.kind is S3ErrorKind.RANGE:
                 return 0
@@ -175,7 +187,12 @@ class Bucket:
         """Store an object unless there is one, if the store has conditions; else store it."""
         if self._has_conditions:
             try:
-                await self._answer("put", name, lambda: self.client.put(name, data, only_new=True))
+                await self._answer(
+                    "put",
+                    name,
+                    lambda: self.client.put(name, data, only_new=True),
+                    answers=_ANSWERS_TO_CONDITIONS,
+                )
             except S3Error as error:
                 if error.kind is S3ErrorKind.PRECONDITION:
                     return False
@@ -202,9 +219,14 @@ class Bucket:
             raise self._timeout("head", name, detail) from None
 
     async def _answer(
-        self, operation: str, name: str, ask: Callable[[], Awaitable[ResultT]]
+        self,
+        operation: str,
+        name: str,
+        ask: Callable[[], Awaitable[ResultT]],
+        *,
+        answers: Collection[S3ErrorKind] = (),
     ) -> ResultT:
-        """Make a request and count what becomes of it."""
+        """Make a request and count what becomes of it, unless it is one of its ``answers``."""
         began = self._clock()
         try:
             return await self._ask(operation, name, ask)
@@ -214,7 +236,7 @@ class Bucket:
             self.note(error, worth_a_line=took_s >= _WORTH_A_LINE_S)
             raise
         except S3Error as error:
-            if error.kind not in _ANSWERS:
+            if error.kind not in answers:
                 self.note(error)
             raise
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 from typing_extensions import override
 
 from kv_core.errors import BlockDeclinedError
-from kv_core.tierkit.objects import describe_namespace
 from kv_tier_fsspec.store import ObjectTier
 from kv_tier_s3._advice import cannot_open
 from kv_tier_s3._authorities import check_authorities
@@ -76,14 +75,13 @@ class BucketTier(ObjectTier):
             S3Error: It cannot.
         """
         await super().open()
-        # The description is written anew, with what it says already: who may not, finds out now,
-        # and a lifecycle rule that goes by age keeps it.
-        name = self._blocks.names.description
+        # Who may not write finds out now.
         try:
-            await self._store.put(name, describe_namespace(self.context.namespace))
+            await self._write_description()
         except S3Error as error:
             if error.kind is not S3ErrorKind.DENIED:
                 raise
+            await self._stop_keeping_description()
             _LOGGER.warning(
                 'tier %r: blocks can be read and not written (%s). With "mode": "read_only" '
                 "that is as it should be; otherwise every store will fail",

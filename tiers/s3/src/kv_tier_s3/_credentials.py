@@ -11,7 +11,6 @@ programs and ask servers, so it is asked on a thread of the loop's pool.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, final
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import botocore.exceptions
 import botocore.session
 
+from kv_tier_fsspec.store import hide_what_looks_secret
 from kv_tier_s3._errors import S3Error, S3ErrorKind
 
 if TYPE_CHECKING:
@@ -41,13 +41,6 @@ _LEAST_BETWEEN_RENEWALS_S: Final = 1.0
 
 _SECRETS_KEPT: Final = 8
 """Credentials of before may still be in what a library logs."""
-
-# How secrets look that nobody has told yet: an answer of a server of credentials, a header.
-_LOOKS_SECRET: Final = re.compile(
-    r"((?:secret_?access_?key|session_?token|security-token|customer-key|[\"'<]token)"
-    r"[\"']?\s*[:=>]\s*b?[\"']?)([^\"'<,\s}]+)",
-    re.IGNORECASE,
-)
 
 
 def chain_of(config: S3Config, hide: Callable[[str], str]) -> CredentialChain | None:
@@ -122,7 +115,7 @@ class CredentialChain:
         """Mask what is, was, or looks like a secret."""
         for secret in self._secrets:
             text = text.replace(secret, _MASK)
-        return _LOOKS_SECRET.sub(rf"\1{_MASK}", self._hide(text))
+        return hide_what_looks_secret(self._hide(text))
 
     def _take(self, found: Any, frozen: ReadOnlyCredentials) -> None:
         if frozen != self._frozen:

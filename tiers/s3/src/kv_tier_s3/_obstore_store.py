@@ -19,11 +19,10 @@ import botocore.session
 import obstore
 from obstore.store import S3Store
 
-from kv_tier_fsspec.store import scatter
+from kv_tier_fsspec.store import MaskedLogs, scatter
 from kv_tier_s3._config import DEFAULT_REGION
 from kv_tier_s3._credentials import chain_of
 from kv_tier_s3._errors import S3Error, S3ErrorKind, kind_of
-from kv_tier_s3._masked_logs import MaskedLogs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

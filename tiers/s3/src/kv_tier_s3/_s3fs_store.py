@@ -22,11 +22,10 @@ import botocore.loaders
 from aiobotocore.session import AioSession
 from s3fs import S3FileSystem
 
-from kv_tier_fsspec.store import copy_bytes
+from kv_tier_fsspec.store import MaskedLogs, copy_bytes
 from kv_tier_s3._config import DEFAULT_REGION
 from kv_tier_s3._credentials import chain_of
 from kv_tier_s3._errors import S3Error, S3ErrorKind, kind_of
-from kv_tier_s3._masked_logs import MaskedLogs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from typing_extensions import override
 
 from kv_core.errors import ConfigError
-from kv_tier_fsspec._filesystem import filesystem_class, make_filesystem
+from kv_tier_fsspec._filesystem import filesystem_class, make_filesystem, masked_logs
 from kv_tier_fsspec._protocols import AZURE_PROTOCOLS
 from kv_tier_fsspec._sharing import share_filesystem
 
@@ -74,6 +74,10 @@ class Access(ABC):
             return []
 
     @abstractmethod
+    async def length(self, name: str) -> int:
+        """Return the length of a file in bytes, as it is now."""
+
+    @abstractmethod
     async def read(self, name: str) -> bytes:
         """Return a whole file."""
 
@@ -101,6 +105,13 @@ class BlockingAccess(Access):
         return _entries(await asyncio.to_thread(self._files.run, work), folder)
 
     @override
+    async def length(self, name: str) -> int:
+        def work(fs: Any) -> int:
+            return int(fs.info(name)["size"])
+
+        return await asyncio.to_thread(self._files.run, work)
+
+    @override
     async def read(self, name: str) -> bytes:
         def work(fs: Any) -> bytes:
             found: bytes = fs.cat_file(name)
@@ -126,6 +137,10 @@ class _AsyncAccess(Access):
     @override
     async def entries(self, folder: str) -> list[Entry]:
         return _entries(await self._fs._ls(folder, detail=True), folder)
+
+    @override
+    async def length(self, name: str) -> int:
+        return int((await self._fs._info(name))["size"])
 
     @override
     async def read(self, name: str) -> bytes:
@@ -160,6 +175,10 @@ class _AzureAccess(Access):
         return sorted(entries, key=lambda entry: entry.name)
 
     @override
+    async def length(self, name: str) -> int:
+        return await self._store.length(name)
+
+    @override
     async def read(self, name: str) -> bytes:
         length = await self._store.length(name)
         # There is no range of nothing.
@@ -184,6 +203,19 @@ async def open_access(config: FsspecConfig) -> AsyncIterator[tuple[Access, str]]
             "into it. Name a storage that lasts",
             setting="URL",
         )
+    logs = masked_logs(config)
+    logs.begin()
+    try:
+        async with _opened(config) as (access, root):
+            # The loggers that the client has made for itself.
+            logs.begin()
+            yield access, root
+    finally:
+        logs.end()
+
+
+@asynccontextmanager
+async def _opened(config: FsspecConfig) -> AsyncIterator[tuple[Access, str]]:
     is_asynchronous = filesystem_class(config.protocol).async_impl
     if config.protocol in AZURE_PROTOCOLS:
         from kv_tier_fsspec._azure import AzureStore

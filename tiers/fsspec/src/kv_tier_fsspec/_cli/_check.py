@@ -115,10 +115,11 @@ class _Checker:
     async def check(self, entry: Entry) -> Finding | None:
         """Return what is wrong with a block, if anything is."""
         try:
-            problem = await self._problem_of(entry)
+            problem = await self._problem_of(entry.name, entry.size_bytes)
             if problem and self._delete:
                 # A second look: an engine may have stored it anew, or the reading went wrong.
-                problem = await self._problem_of(entry)
+                length = await self._access.length(entry.name)
+                problem = await self._problem_of(entry.name, length)
         except FileNotFoundError:
             # An engine, or somebody else, has removed it in the meantime.
             return None
@@ -138,12 +139,12 @@ class _Checker:
             return Finding(name, problem, is_damaged=True, is_deleted=False)
         return Finding(name, problem, is_damaged=True, is_deleted=True)
 
-    async def _problem_of(self, entry: Entry) -> str:
-        if entry.size_bytes != self._format.object_bytes:
-            # As it was listed: what is of another length is not even read.
-            return f"{entry.size_bytes} bytes long, expected {self._format.object_bytes}"
-        content = await self._access.read(entry.name)
-        key = self._key_of(entry.name, content)
+    async def _problem_of(self, name: str, size_bytes: int | None) -> str:
+        if size_bytes != self._format.object_bytes:
+            # What is of another length is not even read.
+            return f"{size_bytes} bytes long, expected {self._format.object_bytes}"
+        content = await self._access.read(name)
+        key = self._key_of(name, content)
         if key is None:
             return "its name is none that a block of this namespace has"
         try:

@@ -125,7 +125,8 @@ def _check(
     """Read every block and verify its trailer and checksum.
 
     Status 1: there is damage, and it was not deleted, or a namespace cannot be told. Status 3:
-    some blocks could not be read, so nothing is known of them. Status 2: there is nothing to check.
+    some blocks could not be read, or lie in a namespace without a description, so nothing is known
+    of them. Status 2: there is nothing to check.
     """
     from kv_tier_fsspec._cli._options import config_of
 
@@ -157,9 +158,9 @@ def _check(
             f"{outcome.objects:,} objects, {format_bytes(outcome.checked_bytes)} checked, "
             f"{len(damaged)} damaged{summary}"
         )
-    if left or outcome.problems:
+    if left or len(outcome.problems) > outcome.undescribed:
         raise typer.Exit(_DAMAGE_STATUS)
-    if unread:
+    if unread or outcome.undescribed:
         raise typer.Exit(_UNKNOWN_STATUS)
 
 
@@ -169,6 +170,7 @@ class _Outcome:
     Attributes:
         findings: Blocks that failed.
         problems: By name, namespaces that could not be checked, and why.
+        undescribed: How many of these have no description.
         objects: Blocks that were looked at.
         checked_bytes: Their bytes.
     """
@@ -176,6 +178,7 @@ class _Outcome:
     def __init__(self) -> None:
         self.findings: list[Finding] = []
         self.problems: dict[str, str] = {}
+        self.undescribed = 0
         self.objects = 0
         self.checked_bytes = 0
 
@@ -200,6 +203,7 @@ async def _check_all(
             for found in namespaces:
                 if found.namespace is None:
                     outcome.problems[found.name] = found.problem
+                    outcome.undescribed += found.is_undescribed
                     continue
                 # What cannot be listed is told by the check.
                 total = (await report_on(access, found, lambda *_: None)).object_bytes

@@ -36,12 +36,14 @@ class FoundNamespace:
         namespace: What its blocks belong to; ``None`` if that cannot be told.
         description: Every field of it.
         problem: Why it cannot be told; empty if it can.
+        is_undescribed: Whether it cannot be told because nothing says it, which is no damage.
     """
 
     folder: str
     namespace: Namespace | None
     description: dict[str, Any]
     problem: str = ""
+    is_undescribed: bool = False
 
     @property
     def name(self) -> str:
@@ -113,7 +115,8 @@ async def _describe(access: Access, folder: str) -> FoundNamespace:
     try:
         content = await access.read(f"{folder}/namespace.json")
     except FileNotFoundError:
-        return FoundNamespace(folder, None, {}, "it has no description (namespace.json)")
+        problem = "it has no description (namespace.json); the next engine that opens it writes one"
+        return FoundNamespace(folder, None, {}, problem, is_undescribed=True)
     except PermissionError:
         return FoundNamespace(folder, None, {}, "its description (namespace.json) may not be read")
     try:
