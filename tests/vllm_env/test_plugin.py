@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import pytest
 from vllm.plugins import load_plugins_by_group
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
@@ -38,6 +41,17 @@ def test_loading_again_changes_nothing() -> None:
     before = dict(SecondaryTierFactory._registry), dict(OffloadingSpecFactory._registry)
     register()
     assert before == (SecondaryTierFactory._registry, OffloadingSpecFactory._registry)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["offloading_connector.Offloading", "multi_connector.Multi"])
+def test_the_whole_configuration_is_where_it_is_looked_for(name: str) -> None:
+    """Connectors have it in parameters of these names while they make their spec and tiers."""
+    module, _, kind = name.partition(".")
+    # Later than the others: it brings most of vLLM, and its warnings.
+    found = importlib.import_module(f"vllm.distributed.kv_transfer.kv_connector.v1.{module}")
+    parameters = inspect.signature(getattr(found, f"{kind}Connector")).parameters
+    assert {"vllm_config", "kv_cache_config"} <= parameters.keys()
 
 
 @pytest.mark.parametrize(

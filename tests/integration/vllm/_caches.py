@@ -35,6 +35,7 @@ class Moved:
         failed_loads: Jobs from the tier below that failed.
         errors: Blocks that the tier below did not deliver because of an error.
         declined: Blocks that the tier below did not take.
+        stalled: Jobs of the tier below that did not end in time.
         preemptions: Requests that lost their place in the engine.
     """
 
@@ -47,6 +48,7 @@ class Moved:
     failed_loads: float
     errors: float
     declined: float
+    stalled: float
     preemptions: float
 
     def __sub__(self, earlier: Moved) -> Moved:
@@ -168,6 +170,7 @@ class Cache:
             failed_loads=total("vllm:kv_offload_tiering_promotion_job_failures_total"),
             errors=total("vllm:kv_core_tier_lookup_errors_total") + of_tier("lookup_errors"),
             declined=total("vllm:kv_core_tier_declined_blocks_total"),
+            stalled=total("vllm:kv_core_tier_stalled_jobs_total") + of_tier("stalled_jobs"),
             preemptions=total("vllm:num_preemptions_total"),
         )
 

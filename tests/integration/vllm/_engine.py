@@ -71,6 +71,7 @@ class Engine:
         environment: More environment variables.
         processes: Whether the engine core runs in a process of its own, as in production. It
             then steps by itself, and commands that take single steps are not to be had.
+        events: Whether vLLM publishes the events of its caches.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Engine:
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         processes: bool = False,
+        events: bool = False,
     ) -> None:
         self._engine_id = f"test-{uuid.uuid4()}"
         self.log = Path(tempfile.mkstemp(prefix="engine-", suffix=".log", dir=folder)[1])
@@ -114,6 +116,7 @@ class Engine:
                 models=str(models),
                 connector=connector and {"engine_id": self._engine_id, **connector},
                 options=dict(options or {}),
+                events=events,
             )
         except BaseException:
             self.kill()
@@ -185,6 +188,11 @@ class Engine:
         """Return vLLM's metrics whose names contain ``like``."""
         found: dict[str, float] = self.do("metrics")
         return {name: value for name, value in found.items() if like in name}
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events published since the last call: kind, medium and number of blocks."""
+        found: list[dict[str, Any]] = self.do("events")
+        return found
 
     def reset(self, *, running: bool = False, connector: bool = False) -> bool:
         """Forget the engine's own cache, and on request that of the connector."""

@@ -68,6 +68,7 @@ class _Engine:
         self._processes = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
         self._outputs: dict[str, Any] = {}
         self._names: dict[str, str] = {}
+        self._events: list[dict[str, Any]] = []
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Carry out a command."""
@@ -82,6 +83,7 @@ class _Engine:
             "loading": self.loading,
             "reset": self.reset,
             "metrics": self.metrics,
+            "events": self.events,
             "stop": self.stop,
         }
         return commands[name](**arguments)
@@ -102,7 +104,7 @@ class _Engine:
             models: The folder where models are kept.
             connector: vLLM's ``KVTransferConfig`` as a dictionary, or none.
             options: More of vLLM's engine arguments.
-            events: Whether vLLM collects the events of its caches.
+            events: Whether vLLM publishes the events of its caches: see :meth:`events`.
 
         Returns:
             The seconds it took, and vLLM's view of its own configuration.
@@ -135,6 +137,9 @@ class _Engine:
                 enable_kv_cache_events=True, publisher="null"
             )
         self._llm = LLM(model=str(build_model(Path(models), model)), **arguments)
+        if events:
+            # Where a publisher would put them on a socket.
+            self._scheduler.kv_event_publisher.publish = self._publish
         config = self._llm.llm_engine.vllm_config
         return {
             "seconds": time.monotonic() - begin,
@@ -255,6 +260,21 @@ class _Engine:
                 name = f"{sample.name}{{{','.join(labels)}}}" if labels else sample.name
                 samples[name] = samples.get(name, 0.0) + sample.value
         return samples
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events that vLLM has published since the last call."""
+        taken, self._events = self._events, []
+        return taken
+
+    def _publish(self, batch: Any) -> None:
+        self._events += [
+            {
+                "kind": type(event).__name__,
+                "medium": getattr(event, "medium", None),
+                "blocks": len(getattr(event, "block_hashes", ())),
+            }
+            for event in batch.events
+        ]
 
     def stop(self) -> None:
         """Shut the engine down as an operator would."""
