@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 import pytest
 from tests.integration.s3._credentials import CredentialServer
 
+import kv_tier_obj
+import kv_tier_s3
 from kv_conformance.harness import HarnessError
 from kv_core.contract import parse_tier_config
 from kv_core.tierkit.testing import TierDriver
 from kv_core.workload import synthetic_trace
 from kv_core.workload.replay import ReplayConfig, ReplayEngine
-from kv_tier_s3 import S3Config, kv_core_register_tier
 from kv_tier_s3._harness import Rgw, SeaweedServer
 from kv_tier_s3._harness._meddler import Meddler
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from kv_core.contract import TierSpec
     from kv_tier_s3._harness import S3Access, S3Server
 
 BUCKET: Final = "kv-faults"
@@ -194,16 +196,14 @@ def settings(engine: str) -> Callable[..., dict[str, Any]]:
     return make
 
 
-@pytest.fixture
-def open_tier() -> Iterator[Callable[[dict[str, Any]], TierDriver]]:
-    """Return a function that opens a tier; all are closed at the end."""
+def _drivers(spec: TierSpec) -> Iterator[Callable[..., TierDriver]]:
+    """Yield a function that opens a tier; all are closed at the end."""
     opened: list[TierDriver] = []
 
     def run(settings: dict[str, Any], block_bytes: int = BLOCK) -> TierDriver:
-        config = parse_tier_config("cold", S3Config, settings)
-        factory = kv_core_register_tier().factory
+        config = parse_tier_config("cold", spec.config_model, settings)
         driver = TierDriver(
-            factory, config, num_blocks=64, block_bytes=block_bytes, tier_name="cold"
+            spec.factory, config, num_blocks=64, block_bytes=block_bytes, tier_name="cold"
         )
         opened.append(driver)
         return driver
@@ -211,6 +211,18 @@ def open_tier() -> Iterator[Callable[[dict[str, Any]], TierDriver]]:
     yield run
     for driver in opened:
         driver.close()
+
+
+@pytest.fixture
+def open_tier() -> Iterator[Callable[..., TierDriver]]:
+    """Return a function that opens the tier ``s3``; all are closed at the end."""
+    yield from _drivers(kv_tier_s3.kv_core_register_tier())
+
+
+@pytest.fixture
+def open_obj() -> Iterator[Callable[..., TierDriver]]:
+    """Return a function that opens the tier ``obj``; all are closed at the end."""
+    yield from _drivers(kv_tier_obj.kv_core_register_tier())
 
 
 @pytest.fixture

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from tests.integration.s3._credentials import without_key
 
-from kv_core.contract import parse_tier_config
 from kv_core.errors import ConfigError
 from kv_core.tierkit.testing import TierDriver, example_key
-from kv_tier_obj import ObjConfig, kv_core_register_tier
 from kv_tier_s3._harness import Rights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.integration.s3._credentials import CredentialServer
@@ -35,9 +33,10 @@ _serial = count()
 
 
 @pytest.fixture
-def open_obj(seaweed: S3Server) -> Iterator[Callable[..., TierDriver]]:
+def open_without_key(
+    seaweed: S3Server, open_obj: Callable[..., TierDriver]
+) -> Callable[..., TierDriver]:
     """Return a function that opens a tier without a key in its settings."""
-    opened: list[TierDriver] = []
 
     def run(**changes: Any) -> TierDriver:
         settings = {
@@ -48,19 +47,9 @@ def open_obj(seaweed: S3Server) -> Iterator[Callable[..., TierDriver]]:
             "threads": 4,
             **changes,
         }
-        driver = TierDriver(
-            kv_core_register_tier().factory,
-            parse_tier_config("cold", ObjConfig, settings),
-            num_blocks=32,
-            block_bytes=4096,
-            tier_name="cold",
-        )
-        opened.append(driver)
-        return driver
+        return open_obj(settings)
 
-    yield run
-    for driver in opened:
-        driver.close()
+    return run
 
 
 def user_of(server: S3Server) -> tuple[str, S3Access]:
@@ -99,43 +88,45 @@ def profiles(seaweed: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 @pytest.mark.usefixtures("profiles")
 @pytest.mark.parametrize("exported", [None, "other"])
 def test_the_profile_of_the_settings_is_that_of_both_clients(
-    open_obj: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch, exported: str | None
+    open_without_key: Callable[..., TierDriver],
+    monkeypatch: pytest.MonkeyPatch,
+    exported: str | None,
 ) -> None:
     """Whatever profile the environment names; and that name is there again afterwards."""
     if exported is not None:
         monkeypatch.setenv("AWS_PROFILE", exported)
-    expect_all_to_work(open_obj(profile="team"))
+    expect_all_to_work(open_without_key(profile="team"))
     assert os.environ.get("AWS_PROFILE") == exported
 
 
 @pytest.mark.usefixtures("profiles")
 def test_a_profile_beside_a_key_in_the_environment_is_refused(
-    open_obj: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch
+    open_without_key: Callable[..., TierDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client within NIXL prefers that key, and would sign as somebody else."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
     with pytest.raises(ConfigError, match="unset AWS_ACCESS_KEY_ID"):
-        open_obj(profile="team")
+        open_without_key(profile="team")
 
 
 def test_both_clients_get_credentials_from_the_container(
-    seaweed: S3Server, open_obj: Callable[..., TierDriver], container: CredentialServer
+    seaweed: S3Server, open_without_key: Callable[..., TierDriver], container: CredentialServer
 ) -> None:
     """Without a key in the settings, the chain ends there."""
     _, container.access = user_of(seaweed)
-    expect_all_to_work(open_obj())
+    expect_all_to_work(open_without_key())
     assert container.asked >= 2
 
 
 def test_credentials_that_expire_are_renewed_by_nixl(
-    seaweed: S3Server, open_obj: Callable[..., TierDriver], container: CredentialServer
+    seaweed: S3Server, open_without_key: Callable[..., TierDriver], container: CredentialServer
 ) -> None:
     """Shortly before their end, without a restart; until then a revoked key fails loads."""
     old, first = user_of(seaweed)
     _, second = user_of(seaweed)
     container.access, container.lifetime_s = first, 10.0
-    tier = open_obj()
+    tier = open_without_key()
     assert tier.store(KEYS).success
     container.access, container.lifetime_s = second, 3600.0
     seaweed.remove_user(old)

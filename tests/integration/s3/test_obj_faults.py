@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from kv_core.contract import parse_tier_config
 from kv_core.errors import ConfigError, TierOpenError
 from kv_core.tierkit.testing import TierDriver, example_key
-from kv_tier_obj import ObjConfig, kv_core_register_tier
 from kv_tier_s3._harness import Certificates, Rights
 from kv_tier_s3._harness._meddler import Cut, Rewrite, Slow, error_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from kv_core.contract import OffloadKey
@@ -67,27 +65,6 @@ def settings() -> Callable[..., dict[str, Any]]:
         return {**access.settings(BUCKET), "prefix": prefix, **DEADLINES, **changes}
 
     return make
-
-
-@pytest.fixture
-def open_obj() -> Iterator[Callable[..., TierDriver]]:
-    """Return a function that opens a tier; all are closed at the end."""
-    opened: list[TierDriver] = []
-
-    def run(settings: dict[str, Any]) -> TierDriver:
-        driver = TierDriver(
-            kv_core_register_tier().factory,
-            parse_tier_config("cold", ObjConfig, settings),
-            num_blocks=2 * BATCH,
-            block_bytes=BLOCK,
-            tier_name="cold",
-        )
-        opened.append(driver)
-        return driver
-
-    yield run
-    for driver in opened:
-        driver.close()
 
 
 @pytest.fixture
