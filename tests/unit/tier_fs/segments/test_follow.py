@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import threading
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import pytest
 
 from kv_core.tierkit.testing import example_namespace
 from kv_tier_fs.segments._format import FrameKind
-from kv_tier_fs.segments._watch import TimerWatch, open_watch
+from kv_tier_fs.segments._watch import InotifyWatch, TimerWatch, open_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -389,3 +390,21 @@ def test_a_watch_of_a_missing_folder_is_a_timer(tmp_path: Path) -> None:
     """As where there is no inotify at all."""
     assert isinstance(open_watch(tmp_path / "missing", local=True), TimerWatch)
     assert isinstance(open_watch(tmp_path, local=False), TimerWatch)
+
+
+def test_a_watch_that_is_woken_waits_no_more(tmp_path: Path) -> None:
+    """At once, whatever the time; and after its end, to wake it touches nobody's descriptor."""
+    stop = threading.Event()
+    watch = open_watch(tmp_path, local=True)
+    assert isinstance(watch, InotifyWatch)
+    with watch:
+        # Whether it is woken before or while it waits.
+        watch.wake()
+        watch.wait(600, [], stop)
+    before = os.pipe()
+    try:
+        watch.wake()
+        assert not select.select([before[0]], [], [], 0)[0]
+    finally:
+        for descriptor in before:
+            os.close(descriptor)

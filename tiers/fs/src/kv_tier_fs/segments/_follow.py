@@ -141,6 +141,8 @@ class Follower:
         self._late: list[Frame] = []
         self._warn = Occasionally(time.monotonic)
         self._stopping = threading.Event()
+        # Set by the thread, for whoever stops it.
+        self._watch: Watch | None = None
         self._thread: threading.Thread | None = None
 
     # -- one look -------------------------------------------------------------------------------
@@ -321,6 +323,7 @@ class Follower:
         self, open_watch: Callable[[], Watch], interval_s: float, then: Callable[[], None]
     ) -> None:
         with open_watch() as watch:
+            self._watch = watch
             while not self._stopping.is_set():
                 watch.wait(interval_s, self._others(), self._stopping)
                 if not self._stopping.is_set():
@@ -343,6 +346,8 @@ class Follower:
     def stop(self, timeout_s: float) -> bool:
         """Stop the thread; ``False`` when it is stuck in I/O. Idempotent."""
         self._stopping.set()
+        if self._watch is not None:
+            self._watch.wake()
         if self._thread is None:
             return True
         self._thread.join(timeout_s)

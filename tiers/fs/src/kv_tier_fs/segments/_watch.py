@@ -4,7 +4,7 @@ On a local file system the kernel tells (inotify). Elsewhere nobody does: a netw
 knows nothing of other hosts, and one in user space is not asked.
 
 **Who owns what.** A watch belongs to one thread. Another one may only set the event that it waits
-for, and does not have to wait for longer than :data:`RESPONSE_S`.
+for and then ring its bell, which is guarded by a lock against the end of the watch.
 """
 
 from __future__ import annotations
@@ -14,21 +14,18 @@ import errno
 import logging
 import os
 import select
+import threading
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Iterable
     from pathlib import Path
 
     from typing_extensions import Self
 
-__all__ = ["RESPONSE_S", "InotifyWatch", "TimerWatch", "Watch", "is_local", "open_watch"]
+__all__ = ["InotifyWatch", "TimerWatch", "Watch", "is_local", "open_watch"]
 
 logger = logging.getLogger(__name__)
-
-RESPONSE_S: Final = 0.1
-"""How soon a wait ends when its event is set."""
 
 # Many appends in a row are one change.
 _GATHER_S: Final = 0.005
@@ -55,8 +52,11 @@ class Watch(Protocol):
         Args:
             timeout_s: How long at most.
             folders: Folders to watch from now on.
-            stop: The event.
+            stop: The event. Whoever sets it calls :meth:`wake` afterwards.
         """
+
+    def wake(self) -> None:
+        """End the wait that goes on, because the event is set. Any thread, also after the end."""
 
     def __enter__(self) -> Self:
         """Return the watch."""
@@ -73,6 +73,9 @@ class TimerWatch:
         """See :meth:`Watch.wait`."""
         del folders
         stop.wait(timeout_s)
+
+    def wake(self) -> None:
+        """Do nothing: the event is all that is waited for."""
 
     def __enter__(self) -> Self:
         """Return the watch."""
@@ -100,15 +103,19 @@ class InotifyWatch:
         self._descriptor = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
         if self._descriptor < 0:
             raise _last_error()
-        self._poll = select.poll()
-        self._poll.register(self._descriptor, select.POLLIN)
         self._watched: set[Path] = set()
         self._is_full = False
+        self._closing = threading.Lock()
+        self._is_closed = False
         try:
             self._watch(top)
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except BaseException:
             os.close(self._descriptor)
             raise
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
+        self._poll.register(self._bell, select.POLLIN)
 
     def _watch(self, folder: Path) -> None:
         if self._add(self._descriptor, os.fsencode(folder), _EVENTS) < 0:
@@ -124,13 +131,9 @@ class InotifyWatch:
                 except OSError as error:
                     # Gone again, or one too many: the timer sees to that one.
                     self._is_full = error.errno == errno.ENOSPC
-        rest_s = timeout_s
-        while rest_s > 0 and not stop.is_set():
-            if self._poll.poll(min(rest_s, RESPONSE_S) * 1e3):
-                stop.wait(_GATHER_S)
-                self._drain()
-                return
-            rest_s -= RESPONSE_S
+        if not stop.is_set() and self._poll.poll(timeout_s * 1e3):
+            stop.wait(_GATHER_S)
+            self._drain()
 
     def _drain(self) -> None:
         try:
@@ -139,13 +142,23 @@ class InotifyWatch:
         except BlockingIOError:
             pass
 
+    def wake(self) -> None:
+        """See :meth:`Watch.wake`."""
+        with self._closing:
+            # A number that is closed may be that of somebody else's file by now.
+            if not self._is_closed:
+                os.eventfd_write(self._bell, 1)
+
     def __enter__(self) -> Self:
         """Return the watch."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the descriptor."""
-        os.close(self._descriptor)
+        """Close the descriptors."""
+        with self._closing:
+            self._is_closed = True
+            os.close(self._bell)
+            os.close(self._descriptor)
 
 
 def _last_error() -> OSError:
