@@ -36,6 +36,8 @@ UNTOUCHED: Final = 0x6E
 
 # Above this size there is no shadow.
 _SMALL_BYTES: Final = 2 << 20
+# Not every system has it.
+_POPULATE: Final[int] = getattr(mmap, "MAP_POPULATE", 0)
 # Above this one only the slots that are used are ever touched.
 _HUGE_BYTES: Final = 1 << 30
 # Enough for what runs over its end, and little beside a block of 64 MiB.
@@ -98,15 +100,21 @@ class Region:
         self._start = guard_bytes
         self._stop = guard_bytes + num_blocks * row_stride
         self.mapped_bytes = self._stop + guard_bytes
-        self._memory = mmap.mmap(-1, self.mapped_bytes)
         self._huge = self.mapped_bytes > _HUGE_BYTES
-        if self._huge:
+        self.small = self.mapped_bytes <= _SMALL_BYTES
+        # Also the pages that nothing is ever stored from: memory is measured later. The kernel is
+        # faster at it than whoever writes to them.
+        populate = 0 if self._huge else _POPULATE
+        self._memory = mmap.mmap(
+            -1, self.mapped_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | populate
+        )
+        if self.small or not (self._huge or populate):
+            self._bytes().fill(GUARD)
+        else:
             for guard in self._guards():
                 guard.fill(GUARD)
-        else:
-            # Also the pages that nothing is ever stored from: memory is measured later.
-            self._bytes().fill(GUARD)
-        self.small = self.mapped_bytes <= _SMALL_BYTES
+            if not self._huge:
+                self._rows()[:, block_bytes:] = GUARD
         self._shadow = self._bytes().copy() if self.small else None
         self._loading: set[int] = set()
         self.zeros: set[OffloadKey] = set()
