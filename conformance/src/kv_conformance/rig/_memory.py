@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["GUARD", "POISON", "UNTOUCHED", "Difference", "Region", "content_of"]
 
 GUARD: Final = 0xA5
-"""Bytes that belong to nobody: around and between the slots, and in slots not used so far."""
+"""Bytes that belong to nobody: around and between the slots; in a small region also in slots that
+were not used so far."""
 POISON: Final = 0xDB
 """Bytes of a slot whose job has been reported."""
 UNTOUCHED: Final = 0x6E
