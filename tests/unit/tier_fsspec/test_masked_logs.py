@@ -125,6 +125,14 @@ def test_the_traceback_of_a_line_is_masked(caplog: pytest.LogCaptureFixture) -> 
             f"{{'x-amz-security-token': b'{MASK}', 'a': 1}}",
         ),
         ('{"SecretAccessKey" : "abc"}', f'{{"SecretAccessKey" : "{MASK}"}}'),
+        (
+            '{"access_token": "abc", "expires_in": 1}',
+            f'{{"access_token": "{MASK}", "expires_in": 1}}',
+        ),
+        ('"refresh_token":"abc"', f'"refresh_token":"{MASK}"'),
+        ("x-aws-ec2-metadata-token: abc", f"x-aws-ec2-metadata-token: {MASK}"),
+        ("Authorization: Bearer abc", f"Authorization: Bearer {MASK}"),
+        ("GET /blob?sv=1&sig=abc%3D&se=2030", f"GET /blob?sv=1&sig={MASK}&se=2030"),
         ("a token of no use", "a token of no use"),
     ],
 )
@@ -253,3 +261,36 @@ def test_driver_and_client_of_each_protocol_are_masked(url: str, packages: set[s
         for package in packages:
             assert len(logging.getLogger(package).filters) == 1
     assert filters_of(*packages) == []
+
+
+class _Keep(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[logging.LogRecord] = []
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record)
+
+
+def test_a_line_without_a_secret_is_left_alone() -> None:
+    """Others in the process may log by the same library, and tell lines apart by their template."""
+    record = logging.LogRecord("lib", logging.DEBUG, "", 1, "%d of %d", (1, 2), None)
+    handler = _Keep()
+    logger = logging.getLogger("kv-test-masked")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    masked = MaskedLogs(["kv-test-masked"], lambda text: text.replace("hunter2", "***"))
+    masked.begin()
+    try:
+        logger.handle(record)
+        logger.debug("%s", "hunter2")
+        logger.debug("%d", "hunter2")
+    finally:
+        masked.end()
+        logger.removeHandler(handler)
+    assert (handler.seen[0].msg, handler.seen[0].args) == ("%d of %d", (1, 2))
+    assert [(line.msg, line.args) for line in handler.seen[1:]] == [("***", ()), ("%d", ())]
+    assert not logger.filters

@@ -107,7 +107,7 @@ def test_attempts_and_profile_are_set_in_the_environment(monkeypatch: pytest.Mon
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     found = config(max_attempts=2, profile="ops")
     assert found.nixl_defaults() == {"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "2"}
-    assert found.nixl_environment() == {"AWS_PROFILE": "ops"}
+    assert found.nixl_environment() == {"AWS_DEFAULT_PROFILE": "ops", "AWS_PROFILE": "ops"}
     assert config().nixl_environment() == {}
 
 
@@ -118,6 +118,11 @@ def test_a_profile_that_nixl_would_not_use(monkeypatch: pytest.MonkeyPatch) -> N
         config(profile="ops").nixl_environment()
     assert caught.value.setting == "profile"
     assert config().nixl_environment() == {}
+    # A key of the settings is NIXL's, whatever the environment says.
+    ours = config(profile="ops", access_key_id="AKID", secret_access_key=SECRET)
+    assert ours.nixl_environment() == {}
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "")
+    assert config(profile="ops").nixl_environment()["AWS_PROFILE"] == "ops"
 
 
 def test_secrets_are_shown_nowhere() -> None:

@@ -225,7 +225,8 @@ def _doubts(subject: dict[str, Any], seen: _Seen) -> Iterator[str]:
     if lacking:
         yield (
             f"the harness of {subject['tier']} does not make the fault(s) {', '.join(lacking)}, "
-            "without which several clauses are not tested"
+            "without which several clauses are not tested. Have 'inject' make them, and name them "
+            "in 'faults'"
         )
     unknown = sorted(set(subject["capabilities"]) - {member.value for member in Capability})
     if unknown:

@@ -395,8 +395,7 @@ def test_a_watch_of_a_missing_folder_is_a_timer(tmp_path: Path) -> None:
 def test_a_watch_that_is_woken_waits_no_more(tmp_path: Path) -> None:
     """At once, whatever the time; and after its end, to wake it touches nobody's descriptor."""
     stop = threading.Event()
-    watch = open_watch(tmp_path, local=True)
-    assert isinstance(watch, InotifyWatch)
+    watch = InotifyWatch(tmp_path)
     with watch:
         # Whether it is woken before or while it waits.
         watch.wake()

@@ -117,7 +117,9 @@ class FsspecObjectTier(ObjectTier):
         try:
             await super().close()
         finally:
-            self._logs.end()
+            logs = getattr(self, "_logs", None)
+            if logs is not None:
+                logs.end()
 
 
 @final

@@ -91,7 +91,9 @@ class BlockingFsspecTier(ThreadedTier):
             if files is not None:
                 files.close()
         finally:
-            self._logs.end()
+            logs = getattr(self, "_logs", None)
+            if logs is not None:
+                logs.end()
 
     @override
     def exists(self, key: OffloadKey) -> bool:

@@ -21,17 +21,19 @@ _MASK: Final = "**********"
 
 # How secrets look that nobody has told yet: an answer of a server of credentials, a header.
 _LOOKS_SECRET: Final = re.compile(
-    r"((?:secret_?access_?key|session_?token|security-token|customer-key|[\"'<]token)"
-    r"[\"']?\s*[:=>]\s*b?[\"']?)([^\"'<,\s}]+)",
+    r"((?:secret_?access_?key|(?:session|access|refresh|id)_?token|(?:security|metadata)-token"
+    r"|customer-key|[\"'<]token)[\"']?\s*[:=>]\s*b?[\"']?|\bbearer\s+)([^\"'<,\s}]+)",
     re.IGNORECASE,
 )
+# What signs an address, for whoever has the address.
+_SIGNS: Final = re.compile(r"([?&]sig=)[^&\"'\s]+", re.IGNORECASE)
 
 _FORMATTER: Final = logging.Formatter()
 
 
 def hide_what_looks_secret(text: str) -> str:
     """Mask the values of what has the name of a secret in requests and answers."""
-    return _LOOKS_SECRET.sub(rf"\1{_MASK}", text)
+    return _SIGNS.sub(rf"\1{_MASK}", _LOOKS_SECRET.sub(rf"\1{_MASK}", text))
 
 
 @final
@@ -69,7 +71,8 @@ class MaskedLogs:
     def end(self) -> None:
         """Mask no more. Idempotent."""
         for logger in self._masked:
-            logger.removeFilter(self._filter)
+            # A new list: other threads log, and go through the one that there is.
+            logger.filters = [kept for kept in logger.filters if kept is not self._filter]
         self._masked.clear()
 
 
@@ -80,15 +83,19 @@ class _Mask(logging.Filter):
 
     @override
     def filter(self, record: logging.LogRecord) -> bool:
+        text: str | None
         try:
             text = record.getMessage()
         except Exception:  # noqa: BLE001 - a line that cannot be made must not fail a request
-            text = str(record.msg)
-        record.msg, record.args = self._hide(text), ()
+            text = None
+        hidden = self._hide(str(record.msg) if text is None else text)
+        if hidden != text:
+            # Else left alone: others may log by the same library, and tell lines apart by these.
+            record.msg, record.args = hidden, ()
         if record.exc_info:
             trace = record.exc_text or _FORMATTER.formatException(record.exc_info)
-            hidden = self._hide(trace)
-            if hidden != trace:
+            hidden_trace = self._hide(trace)
+            if hidden_trace != trace:
                 # Without the error itself, of which a handler would make the text anew.
-                record.exc_text, record.exc_info = hidden, None
+                record.exc_text, record.exc_info = hidden_trace, None
         return True

@@ -22,6 +22,8 @@ _PAGE_BYTES: Final = 4096
 _LEAST_SLOTS: Final = 2
 
 _KEY_VARIABLE: Final = "AWS_ACCESS_KEY_ID"
+# In the order in which Amazon's client looks at them.
+_PROFILE_VARIABLES: Final = ("AWS_DEFAULT_PROFILE", "AWS_PROFILE")
 
 # What the requests beside the blocks need.
 _CONTROL_CONNECTIONS: Final = 4
@@ -121,13 +123,14 @@ class ObjConfig(BucketConfig):
         Raises:
             ConfigError: It would read something else first.
         """
-        if self.profile is None:
+        if self.profile is None or self.access_key_id is not None:
+            # Without a profile, or beside a key of the settings, that client reads nothing there.
             return {}
-        if _KEY_VARIABLE in os.environ:
+        if os.environ.get(_KEY_VARIABLE):
             raise ConfigError(
                 f"'profile' is {self.profile!r} and {_KEY_VARIABLE} is set: the client within NIXL "
                 f"prefers that key, now and later, to any profile. Please unset {_KEY_VARIABLE}, "
                 "or leave 'profile' out",
                 setting="profile",
             )
-        return {"AWS_PROFILE": self.profile}
+        return dict.fromkeys(_PROFILE_VARIABLES, self.profile)

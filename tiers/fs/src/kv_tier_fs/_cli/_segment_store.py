@@ -219,14 +219,20 @@ class SegmentStore(Store):
             index = listing.indexes.get(REMOVALS_NUMBER)
             if index is None:
                 continue
-            reader = IndexReader(self.root, index.path)
             with suppress(FileNotFoundError):
-                read_frames(reader)
-                problem = _header_problem(reader, index, listing)
-                if reader.header is not None and problem is None:
-                    problem = describe_lost_removals(reader)
-                if problem is not None:
-                    yield Damage(index.path, None, problem)
+                # From its begin once more, as it may have been made anew while it was read.
+                if self._removals_problem(index, listing) is not None:
+                    problem = self._removals_problem(index, listing)
+                    if problem is not None:
+                        yield Damage(index.path, None, problem)
+
+    def _removals_problem(self, index: FileEntry, listing: Listing) -> str | None:
+        reader = IndexReader(self.root, index.path)
+        read_frames(reader)
+        problem = _header_problem(reader, index, listing)
+        if reader.header is not None and problem is None:
+            problem = describe_lost_removals(reader)
+        return problem
 
     def _check_segment(
         self, stored: _StoredSegment, header: IndexHeader, advance: Callable[[int], None]
