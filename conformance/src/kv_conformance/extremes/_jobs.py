@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from kv_conformance.extremes._extreme import extreme
 from kv_conformance.reference import FolderHarness, FolderTier, folder_spec
+from kv_core.tierkit._pool import Lane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _LastFirstQueue:
-    """Loads before stores, and of each the youngest first."""
+    """In the place of the pool's queue: loads before stores, and of each the youngest first."""
 
     def __init__(self, max_stores: int) -> None:
         self._loads: OrderedDict[Task, None] = OrderedDict()
@@ -36,17 +37,18 @@ class _LastFirstQueue:
     def put(self, tasks: Iterable[Task], *, loads: bool) -> None:
         (self._loads if loads else self._stores).update(dict.fromkeys(tasks))
 
-    def take(self, *, stores_first: bool) -> tuple[Task, bool] | None:
+    def take(self, *, stores_first: bool) -> tuple[Task, Lane] | None:
         may_store = bool(self._stores) and self._stores_out < self._max_stores
         if self._loads and not (stores_first and may_store):
-            return self._loads.popitem(last=True)[0], False
+            return self._loads.popitem(last=True)[0], Lane.LOAD
         if may_store:
             self._stores_out += 1
-            return self._stores.popitem(last=True)[0], True
+            return self._stores.popitem(last=True)[0], Lane.STORE
         return None
 
-    def store_done(self) -> None:
-        self._stores_out -= 1
+    def done(self, lane: Lane) -> None:
+        if lane is Lane.STORE:
+            self._stores_out -= 1
 
     def withdraw(self, task: Task) -> bool:
         for queue in (self._loads, self._stores):
