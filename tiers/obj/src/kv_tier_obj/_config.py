@@ -124,7 +124,7 @@ class ObjConfig(BucketConfig):
             ConfigError: It would read something else first.
         """
         if self.profile is None or self.access_key_id is not None:
-            # Without a profile, or beside a key of the settings, that client reads nothing there.
+            # Without a profile the environment decides; beside a key of ours it is not read.
             return {}
         if os.environ.get(_KEY_VARIABLE):
             raise ConfigError(

@@ -221,10 +221,10 @@ class SegmentStore(Store):
                 continue
             with suppress(FileNotFoundError):
                 # From its begin once more, as it may have been made anew while it was read.
-                if self._removals_problem(index, listing) is not None:
-                    problem = self._removals_problem(index, listing)
-                    if problem is not None:
-                        yield Damage(index.path, None, problem)
+                if self._removals_problem(index, listing) and (
+                    problem := self._removals_problem(index, listing)
+                ):
+                    yield Damage(index.path, None, problem)
 
     def _removals_problem(self, index: FileEntry, listing: Listing) -> str | None:
         reader = IndexReader(self.root, index.path)
